@@ -1,0 +1,23 @@
+"""gradveil: train federated models, see what their shared updates leak, and stop it."""
+
+from gradveil.config import TrainSettings
+from gradveil.data import Dataset, load_dataset
+from gradveil.defences import Chain, Client, Defence, Server, build_defence
+from gradveil.engines.simulation import Simulation
+from gradveil.models import create_model
+from gradveil.types import Batch, Update
+
+__all__ = [
+    "Batch",
+    "Chain",
+    "Client",
+    "Dataset",
+    "Defence",
+    "Server",
+    "Simulation",
+    "TrainSettings",
+    "Update",
+    "build_defence",
+    "create_model",
+    "load_dataset",
+]

@@ -1,0 +1,127 @@
+"""Settings of a run: frozen dataclasses, checked when they are built, and their TOML form."""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from gradveil.errors import ConfigError
+from gradveil.registry import convert
+from gradveil.validate import in_range, one_of
+
+
+def setting(default: Any, text: str) -> Any:  # noqa: ANN401 - stands for a value of the field's own type
+    """A field with the help text that the command line shows."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """All that decides the result of ``gradveil train``. The command line has one option for each field."""
+
+    dataset: str = setting("mnist-5k", "A named set (gradveil list datasets), a .npz file or a folder of pictures.")
+    model: str = setting("lenet5", "A model of the zoo (gradveil list models) or your own file.py:factory.")
+    defence: str = setting("none", "A defence with its settings, name:key=value; a+b chains two.")
+    clients: int = setting(10, "Number of clients, N.")
+    rounds: int = setting(20, "Number of rounds; 0 only evaluates the starting model.")
+    partition: str = setting(
+        "iid", "How the training images are dealt to the clients: iid, by-class, label-parts, dirichlet."
+    )
+    sensitive: str = setting("", "Images marked sensitive: a fraction of each client's, positions 0/5/7, or 3:0/5;4:1.")
+    sampled: int = setting(0, "Clients that train in a round, K; 0 is all.")
+    sampling: str = setting(
+        "uniform", "uniform (without replacement), uniform-replace, or size-replace (by data size)."
+    )
+    weighting: str = setting("size", "Weights of the updates: size, uniform, or unbiased (N/K * p_k).")
+    algorithm: str = setting("fedavg", "fedavg, or fedsgd (one gradient of one batch a round).")
+    epochs: int = setting(1, "Local epochs a round (fedavg).")
+    batch_size: int = setting(32, "Images a local step; 0 is all of the client's.")
+    lr: float = setting(0.05, "Learning rate of the clients' SGD.")
+    lr_decay: float = setting(1.0, "Factor on the learning rate after each round (exponential decay).")
+    lr_steps: tuple[int, ...] = setting(
+        (), "Rounds after which the learning rate is multiplied by --lr-factor: 60/120."
+    )
+    lr_factor: float = setting(0.1, "Factor at each of --lr-steps.")
+    momentum: float = setting(0.9, "Momentum of the clients' SGD; starts anew each round. Ignored by fedsgd.")
+    nesterov: bool = setting(False, "Nesterov momentum.")
+    weight_decay: float = setting(0.0, "L2 penalty of the clients' SGD.")
+    batch_norm: str = setting("average", "Running statistics: average (sent and averaged), local (kept), or freeze.")
+    normalise: str = setting("dataset", "Input normalisation: dataset, imagenet, none, or mean/std as 0.5/0.5.")
+    weights: str = setting("", "Start from these weights (safetensors).")
+    eval_every: int = setting(1, "Evaluate after every n-th round (and the last).")
+    save_rounds: tuple[int, ...] = setting((), "Rounds whose model and updates are saved: 1/10/20.")
+    seed: int = setting(0, "Every random draw comes from this seed.")
+    device: str = setting("cpu", "cpu, cuda or cuda:1.")
+
+    def __post_init__(self) -> None:
+        in_range("clients", self.clients, 1)
+        in_range("rounds", self.rounds, 0)
+        in_range("sampled", self.sampled, 0)
+        one_of("sampling", self.sampling, ["uniform", "uniform-replace", "size-replace"])
+        if self.sampling == "uniform" and self.sampled > self.clients:
+            raise ConfigError(
+                f"sampled must be at most clients without replacement, got {self.sampled} of {self.clients}. "
+                "Lower --sampled, or draw with replacement: --sampling uniform-replace."
+            )
+        one_of("weighting", self.weighting, ["size", "uniform", "unbiased"])
+        one_of("algorithm", self.algorithm, ["fedavg", "fedsgd"])
+        in_range("epochs", self.epochs, 1)
+        in_range("batch_size", self.batch_size, 0)
+        in_range("lr", self.lr, 0, open_low=True)
+        in_range("lr_decay", self.lr_decay, 0, 1, open_low=True)
+        for step in self.lr_steps:
+            in_range("lr_steps", step, 1)
+        in_range("lr_factor", self.lr_factor, 0, open_low=True)
+        in_range("momentum", self.momentum, 0, 1, open_high=True)
+        if self.nesterov and not self.momentum:
+            raise ConfigError("momentum must be more than 0 for nesterov, got 0.")
+        in_range("weight_decay", self.weight_decay, 0)
+        one_of("batch_norm", self.batch_norm, ["average", "local", "freeze"])
+        in_range("eval_every", self.eval_every, 1)
+        for saved in self.save_rounds:
+            in_range("save_rounds", saved, 1, max(self.rounds, 1))
+        in_range("seed", self.seed, 0, 2**63 - 1)
+
+    @property
+    def num_sampled(self) -> int:
+        """K: how many clients train in a round."""
+        return self.sampled or self.clients
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file of settings; ``[defence] name = ..`` tables become ``name:key=value`` texts."""
+    try:
+        with path.open("rb") as file:
+            values = tomllib.load(file)
+    except FileNotFoundError as error:
+        raise ConfigError(f"Settings file {path} must exist, got no such file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"Settings file {path} must be valid TOML, got: {error}.") from error
+    return {key: _component_text(key, value, path) for key, value in values.items()}
+
+
+def make_train_settings(values: Mapping[str, object]) -> TrainSettings:
+    """Settings from texts or TOML values; an unknown key is an error with a did-you-mean."""
+    return TrainSettings(**convert(TrainSettings, values, owner="train"))
+
+
+def to_toml(settings: TrainSettings) -> bytes:
+    """All settings as TOML, in the order of the fields."""
+    return tomli_w.dumps(
+        {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(settings).items()}
+    ).encode()
+
+
+def _component_text(key: str, value: object, path: Path) -> object:
+    if not isinstance(value, dict):
+        return value
+    settings = dict(value)
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"Table [{key}] in {path} must have a name, got {sorted(value)}.")
+    pairs = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items())
+    return f"{name}:{pairs}" if pairs else name

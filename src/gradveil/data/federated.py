@@ -1,0 +1,100 @@
+"""A data set dealt to clients: who holds which images, and which of them are sensitive."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradveil.data.datasets import Dataset, Split
+from gradveil.data.partition import Partition, mark_sensitive
+from gradveil.randomness import derive_seed
+from gradveil.registry import build
+from gradveil.types import Batch
+
+_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels", "indices", "offsets", "sensitive")
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """Training images with their owners, and the test images.
+
+    Attributes:
+        train: all training images.
+        test: all test images.
+        indices: the clients' training images, one client after the other.
+        offsets: (N + 1,) where each client's part of ``indices`` begins and ends.
+        sensitive: mark of each entry of ``indices``.
+    """
+
+    train: Split
+    test: Split
+    indices: np.ndarray
+    offsets: np.ndarray
+    sensitive: np.ndarray
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of images of each client."""
+        return [int(size) for size in np.diff(self.offsets)]
+
+    def client(self, number: int) -> Batch:
+        """All training images of one client."""
+        mine = slice(self.offsets[number], self.offsets[number + 1])
+        return _batch(self.train, self.indices[mine], self.sensitive[mine])
+
+    def images(self, which: str, client: int | None, start: int, stop: int) -> Batch:
+        """Some of the ``test`` images, of all clients' ``sensitive`` ones, or of one client's ``own``."""
+        if which == "test":
+            chosen = np.arange(start, min(stop, len(self.test)))
+            return _batch(self.test, chosen, np.zeros(len(chosen), bool))
+        chosen = self._places(which, client)[start:stop]
+        return _batch(self.train, self.indices[chosen], self.sensitive[chosen])
+
+    def count(self, which: str, client: int | None) -> int:
+        """How many images ``images`` would give in all."""
+        return len(self.test) if which == "test" else len(self._places(which, client))
+
+    def _places(self, which: str, client: int | None) -> np.ndarray:
+        """Positions in ``indices``."""
+        if which == "sensitive":
+            return np.flatnonzero(self.sensitive)
+        if client is None:
+            raise ValueError("own images need a client")
+        return np.arange(self.offsets[client], self.offsets[client + 1])
+
+    def save(self, folder: Path) -> None:
+        """Write the arrays as .npy files, for other processes to map."""
+        arrays = (
+            self.train.images, self.train.labels, self.test.images, self.test.labels,
+            self.indices, self.offsets, self.sensitive,
+        )  # fmt: skip
+        for name, array in zip(_ARRAYS, arrays, strict=True):
+            np.save(folder / f"{name}.npy", array)
+
+    @staticmethod
+    def load(folder: Path) -> "FederatedData":
+        """Map the arrays that `save` wrote; the pages are shared by all processes that do so."""
+        a = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
+        return FederatedData(Split(a[0], a[1]), Split(a[2], a[3]), a[4], a[5], a[6])
+
+
+def federate(dataset: Dataset, partition: str, num_clients: int, sensitive: str, seed: int) -> FederatedData:
+    """Deal the training images to clients by a partition's text (``dirichlet:alpha=0.5``), and mark the sensitive."""
+    rng = np.random.default_rng(derive_seed(seed, "partition"))
+    parts = build(Partition, partition).split(dataset.train.labels, num_clients, dataset.num_classes, rng)
+    marks = mark_sensitive(sensitive or None, parts, np.random.default_rng(derive_seed(seed, "sensitive")))
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+    return FederatedData(dataset.train, dataset.test, np.concatenate(parts), offsets, np.concatenate(marks))
+
+
+def _batch(split: Split, indices: np.ndarray, sensitive: np.ndarray) -> Batch:
+    images = torch.from_numpy(split.images[indices])
+    return Batch(_to_float(images), torch.from_numpy(split.labels[indices]), torch.from_numpy(np.array(sensitive)))
+
+
+def _to_float(images: Tensor) -> Tensor:
+    """Images in [0, 1], channels last in memory."""
+    scaled = images.float().div_(255) if images.dtype == torch.uint8 else images
+    return scaled.to(memory_format=torch.channels_last)

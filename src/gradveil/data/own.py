@@ -1,0 +1,168 @@
+"""The user's own data: an ``.npz`` file, or a folder with one subfolder of pictures for each class."""
+
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from gradveil.data.pictures import PICTURE_ENDINGS, list_pictures, read_pictures
+from gradveil.errors import DataError, MissingDataError
+
+MAX_CLASSES = 100_000
+"""More classes than this is taken for labels that are something else, such as identity numbers."""
+
+
+class OwnArrays(NamedTuple):
+    """Images (N, C, H, W), uint8 or float32 in [0, 1]; labels (N,) int64; how many classes there are."""
+
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    num_classes: int
+
+
+def every_fifth(labels: np.ndarray) -> np.ndarray:
+    """The fixed split: True (test) for the 5th, 10th, ... image of each class, in the order given.
+
+    Example:
+        >>> every_fifth(np.array([7, 7, 7, 7, 7, 3])).tolist()
+        [False, False, False, False, True, False]
+    """
+    test = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        test[np.flatnonzero(labels == label)[4::5]] = True
+    return test
+
+
+def read_npz(path: Path) -> OwnArrays:
+    """Read ``x_train, y_train, x_test, y_test`` of an ``.npz`` file; nothing pickled is loaded.
+
+    Images are (N, H, W), (N, H, W, C) or (N, C, H, W), uint8 or floating point in [0, 1]. Of four axes the last holds
+    the channels if its length is 1 or 3, otherwise the second if its length is. Labels are integers from 0, (N,) or
+    (N, 1).
+    """
+    if not path.exists():
+        raise MissingDataError(f"{path} must exist, but there is no such file. Put it there or name the right one.")
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with warnings.catch_warnings(), path.open("rb") as file:
+            warnings.simplefilter("ignore")  # headers written by Python 2 make numpy warn, harmlessly
+            content = np.load(file, allow_pickle=False)
+            if isinstance(content, np.ndarray):
+                raise ValueError("it holds a single array")
+            with content:
+                lacking = [name for name in names if name not in content]
+                if lacking:
+                    raise ValueError(f"{', '.join(lacking)} is missing, it has {', '.join(content) or 'nothing'}")
+                arrays = {name: content[name] for name in names}
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds for a broken file
+        raise DataError(
+            f"{path} must be an .npz file of plain arrays {', '.join(names)}, but {type(error).__name__}: {error}. "
+            "Save it again with numpy.savez; arrays of Python objects are not loaded."
+        ) from error
+    images = {part: _images(path, f"x_{part}", arrays[f"x_{part}"]) for part in ("train", "test")}
+    labels = {part: _labels(path, f"y_{part}", arrays[f"y_{part}"]) for part in ("train", "test")}
+    for part in ("train", "test"):
+        if len(images[part]) != len(labels[part]):
+            raise DataError(
+                f"{path} must hold one label for each image, but x_{part} has {len(images[part]):,} images and "
+                f"y_{part} has {len(labels[part]):,} labels."
+            )
+    if images["train"].shape[1:] != images["test"].shape[1:] or images["train"].dtype != images["test"].dtype:
+        kinds = [f"x_{part} {array.dtype} {array.shape[1:]}" for part, array in images.items()]
+        raise DataError(f"{path} must hold images of one shape (C, H, W) and type, but has {' and '.join(kinds)}.")
+    num_classes = int(max(labels["train"].max(), labels["test"].max())) + 1
+    return OwnArrays(images["train"], labels["train"], images["test"], labels["test"], num_classes)
+
+
+def read_folder(folder: Path, size: int | None = None) -> OwnArrays:
+    """Read class subfolders of pictures; classes are numbered by the sorted names of their folders.
+
+    If the folder has ``train/`` and ``test/``, the class folders are in these; otherwise every fifth picture of each
+    class (by file name) is a test picture.
+    """
+    if not folder.is_dir():
+        raise MissingDataError(
+            f"{folder} must be a folder of class subfolders with pictures, but there is no such folder."
+        )
+    parts = {part: _class_folders(folder / part) for part in ("train", "test")}
+    if all(parts.values()):
+        train, test = parts["train"], parts["test"]
+        strangers = sorted(set(test) - set(train))
+        if strangers:
+            raise DataError(f"{folder}/test must hold classes that train/ has too, but has {strangers[0]!r} besides.")
+        listed = [(path, name, False) for name, paths in train.items() for path in paths]
+        listed += [(path, name, True) for name, paths in test.items() for path in paths]
+        classes = sorted(train)
+    else:
+        for part, other in (("train", "test"), ("test", "train")):
+            if parts[part]:
+                raise DataError(
+                    f"{folder} must have both train/ and test/ with class folders or neither, but has no {other}/."
+                )
+        found = _class_folders(folder)
+        listed = [(path, name, False) for name, paths in found.items() for path in paths]
+        classes = sorted(found)
+    empty = [name for name in classes if not any(name == own for _, own, _ in listed)]
+    if not listed or empty:
+        place, what = (folder / empty[0], "pictures") if empty else (folder, "class subfolders of pictures")
+        endings = ", ".join(ending[1:] for ending in PICTURE_ENDINGS)
+        raise DataError(f"{place} must hold {what} ({endings}), got none.")
+    labels = np.array([classes.index(name) for _, name, _ in listed], np.int64)
+    test_mask = np.array([test for _, _, test in listed])
+    if not all(parts.values()):
+        test_mask = every_fifth(labels)
+    if not test_mask.any():
+        raise DataError(
+            f"{folder} must have at least 5 pictures in some class, for every fifth one is a test picture, got "
+            f"{np.bincount(labels).max()} at most. Add pictures, or make train/ and test/ subfolders."
+        )
+    images = read_pictures([path for path, _, _ in listed], size=size)
+    return OwnArrays(images[~test_mask], labels[~test_mask], images[test_mask], labels[test_mask], len(classes))
+
+
+def _class_folders(folder: Path) -> dict[str, list[Path]]:
+    if not folder.is_dir():
+        return {}
+    found = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] not in "._")
+    return {path.name: list_pictures(path) for path in found}
+
+
+def _images(path: Path, name: str, array: np.ndarray) -> np.ndarray:
+    if array.dtype != np.uint8 and array.dtype.kind != "f":
+        raise DataError(f"{path}: {name} must be of type uint8, or float in [0, 1], got {array.dtype}. Convert it.")
+    if array.ndim == 3:
+        array = array[:, None]
+    elif array.ndim == 4 and array.shape[3] in (1, 3):
+        array = array.transpose(0, 3, 1, 2)
+    elif array.ndim != 4 or array.shape[1] not in (1, 3):
+        raise DataError(
+            f"{path}: {name} must have the shape (N, H, W), (N, H, W, C) or (N, C, H, W) with 1 or 3 channels, "
+            f"got {array.shape}."
+        )
+    if array.size == 0:
+        raise DataError(f"{path}: {name} must hold at least one image, got the shape {array.shape}.")
+    if array.dtype.kind == "f":
+        low, high = float(array.min()), float(array.max())
+        if not (low >= 0 and high <= 1):  # also true for NaN
+            raise DataError(
+                f"{path}: {name} must be in [0, 1] if it is floating point, got {low:g} to {high:g}. "
+                "Scale it, e.g. divide by 255, or save it as uint8."
+            )
+        array = array.astype(np.float32)
+    return np.ascontiguousarray(array)
+
+
+def _labels(path: Path, name: str, array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind not in "iu":
+        raise DataError(f"{path}: {name} must be integers (class indices from 0), got type {array.dtype}. Convert it.")
+    if array.ndim != 1 and array.shape != (len(array) if array.ndim else 0, 1):
+        raise DataError(f"{path}: {name} must have the shape (N,), got {array.shape}.")
+    if array.size and not (array.min() >= 0 and array.max() < MAX_CLASSES):
+        wrong = array.min() if array.min() < 0 else array.max()
+        raise DataError(
+            f"{path}: {name} must be class indices in 0..{MAX_CLASSES - 1:,}, got {wrong}. Number the classes from 0."
+        )
+    return array.reshape(-1).astype(np.int64)

@@ -1,0 +1,89 @@
+"""Picture files to arrays, with Pillow: the door for folders of pictures, Tiny-ImageNet and CelebA."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from gradveil.errors import DataError
+
+PICTURE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+_GREY_MODES = {"1", "L", "LA", "La"}
+_DEEP_MODES = {"F", "I", "I;16", "I;16B", "I;16L", "I;16N"}
+
+
+def list_pictures(folder: Path) -> list[Path]:
+    """The picture files directly in a folder, by name; hidden files and other kinds are passed over."""
+    found = [path for path in folder.iterdir() if path.suffix.lower() in PICTURE_ENDINGS and path.name[0] != "."]
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.name)
+
+
+def read_pictures(
+    paths: Sequence[Path], *, size: int | None = None, crop: int | None = None, colour: bool = False
+) -> np.ndarray:
+    """Pictures as one array (N, C, H, W) uint8, in the order of ``paths``.
+
+    Args:
+        paths: the picture files, at least one.
+        size: resize each to ``size`` x ``size`` (a picture that is not square is squeezed); None keeps their size,
+            which must then be the same for all.
+        crop: first cut out the central square with this side (or less, in a smaller picture).
+        colour: always give three channels; otherwise one channel if all pictures are grey, three if any has colour.
+
+    Raises:
+        DataError: for a picture that can't be read, and for mixed sizes without ``size``.
+    """
+    images: Iterable[np.ndarray] = (_decode(path, size, crop) for path in paths)
+    if not colour:
+        images = list(images)
+        colour = any(image.shape[0] == 3 for image in images)
+    stacked: np.ndarray | None = None
+    for index, image in enumerate(images):
+        if stacked is None:
+            stacked = np.empty((len(paths), 3 if colour else 1, *image.shape[1:]), np.uint8)
+        if image.shape[1:] != stacked.shape[2:]:
+            raise DataError(
+                f"All pictures must have the same size, but {paths[0]} has {_size(stacked[0])} and {paths[index]} has "
+                f"{_size(image)}. Pass size=, e.g. FOLDER/:size=64, to resize them all."
+            )
+        stacked[index] = image  # a grey picture fills all three channels
+    if stacked is None:
+        raise DataError("Pictures must be at least one, got none.")
+    return stacked
+
+
+def _decode(path: Path, size: int | None, crop: int | None) -> np.ndarray:
+    """One picture as (1, H, W) if it is grey, else (3, H, W)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # odd metadata do no harm to the pixels
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as opened:
+                opened.load()
+                mode = opened.mode
+                picture = opened.convert("L" if mode in _GREY_MODES else "RGB") if mode not in _DEEP_MODES else opened
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and more
+        raise DataError(
+            f"{path} must be a picture that can be read, but {type(error).__name__}: {error}. Replace or remove it."
+        ) from error
+    if mode in _DEEP_MODES:
+        raise DataError(
+            f"{path} must be a picture of 8 bits a channel, got Pillow mode {mode!r}, for which white is not defined. "
+            "Convert it to 8 bits, or save float images in [0, 1] as .npz."
+        )
+    if crop is not None:
+        side = min(crop, *picture.size)
+        left, top = (picture.width - side) // 2, (picture.height - side) // 2
+        picture = picture.crop((left, top, left + side, top + side))
+    if size is not None and picture.size != (size, size):
+        picture = picture.resize((size, size), Image.Resampling.BILINEAR)
+    pixels = np.asarray(picture)
+    if mode == "P" and (pixels == pixels[..., :1]).all():
+        pixels = pixels[..., 0]  # a palette of greys only, as GIF files of grey pictures have
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def _size(image: np.ndarray) -> str:
+    return f"{image.shape[2]}x{image.shape[1]}"

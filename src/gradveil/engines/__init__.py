@@ -1,0 +1,1 @@
+"""Where clients run: the embedded simulation, in this process or on all cores."""

@@ -1,0 +1,171 @@
+"""The device side of a simulation: many clients, one after the other, on one network in one process."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import LocalSettings, Score, score, train_locally
+from gradveil.config import TrainSettings
+from gradveil.data.federated import FederatedData
+from gradveil.defences.base import Client, Defence
+from gradveil.errors import ConfigError
+from gradveil.flat import FlatModel
+from gradveil.models import create_model, load_weights
+from gradveil.models.base import Normalisation
+from gradveil.randomness import derive_seed, stream
+from gradveil.server import ScoreRequest
+from gradveil.storage import PrivateFolder
+from gradveil.types import Batch, Tensors, Update
+
+CHUNK = 500
+"""Images scored in one go; fixed, so that sums of losses have the same bits on any number of workers."""
+
+
+def make_network(
+    settings: TrainSettings, shape: tuple[int, int, int], num_classes: int, normalisation: Normalisation | None
+) -> nn.Module:
+    """The undefended network of a run, the same in every process."""
+    network = create_model(settings.model, shape, num_classes, settings.seed, normalisation)
+    if settings.weights:
+        load_weights(network, Path(settings.weights))
+    return network
+
+
+def defended(network: nn.Module, defence: Defence, seed: int, owner: str) -> nn.Module:
+    """The network after ``on_model`` with the owner's random stream; torch's global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "on_model", owner, "global"))
+        return defence.on_model(network, stream(seed, "on_model", owner))
+
+
+def local_settings(settings: TrainSettings) -> LocalSettings:
+    """How each client trains under these settings; momentum has no meaning for the single step of FedSGD."""
+    averaging = settings.algorithm == "fedavg"
+    return LocalSettings(
+        algorithm=settings.algorithm,
+        epochs=settings.epochs,
+        batch_size=settings.batch_size,
+        momentum=settings.momentum if averaging else 0.0,
+        nesterov=settings.nesterov and averaging,
+        weight_decay=settings.weight_decay,
+        batch_norm=settings.batch_norm,
+    )
+
+
+def is_private(network: nn.Module, defence: Defence, settings: TrainSettings) -> Callable[[str], bool]:
+    """Which tensors stay on the device: those that the defence names, and with ``batch_norm=local`` all buffers."""
+    buffers = {name for name, _ in network.named_buffers()} if settings.batch_norm == "local" else set()
+    return lambda name: name in buffers or defence.private(name)
+
+
+@contextmanager
+def _explain_single_image() -> Iterator[None]:
+    """Say what to do where BatchNorm meets a batch of one image whose feature map is a single pixel."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ConfigError(
+            f"Batches must hold two images or more for this model's BatchNorm, got one ({error}). "
+            "Choose a batch_size that leaves no single image at the end of an epoch, or --batch-norm freeze."
+        ) from error
+
+
+class Devices:
+    """Runs any client's round, given what was broadcast; holds no client's data or state between calls."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        data: FederatedData,
+        defence: Defence,
+        network: Callable[[], nn.Module],
+        folder: Path,
+    ) -> None:
+        self._settings, self._data, self._defence = settings, data, defence
+        self._network, self._folder = network, folder
+        self._how = local_settings(settings)
+        self._net = self._flat("server")
+        self._server_private = self._net.private_tensors()
+        hooks = ("on_data", "on_batch", "on_gradient", "on_update")
+        self._stateful = bool(self._server_private) or any(defence.overrides(hook) for hook in hooks)
+
+    def _flat(self, owner: str) -> FlatModel:
+        module = defended(self._network(), self._defence, self._settings.seed, owner).to(self._settings.device)
+        return FlatModel(module, is_private(module, self._defence, self._settings))
+
+    @property
+    def net(self) -> FlatModel:
+        """The network all clients take turns on."""
+        return self._net
+
+    def train(self, number: int, round_number: int, received: Tensor, public: Tensors, lr: float) -> Update:
+        """One client's round: its data and private state in, the protected update out, the new state saved."""
+        folder = self._private_folder(number)
+        seed = self._settings.seed
+        state = self._restore(number, round_number, folder)
+        had_state = bool(state)
+        self._net.receive(received)
+        client = Client(
+            id=number,
+            round=round_number,
+            model=self._net.module,
+            start=self._net.shared_tensors(received),
+            data=self._data.client(number).to(self._settings.device),
+            public=public,
+            state=state,
+            rng=stream(seed, "client", number, "round", round_number),
+        )
+        if self._defence.overrides("on_data"):
+            client = self._with_defended_data(client, folder)
+        order = stream(seed, "batches", number, "round", round_number)
+        with torch.random.fork_rng(devices=[]), _explain_single_image():
+            torch.manual_seed(derive_seed(seed, "layers", number, "round", round_number))  # dropout draws globally
+            update = train_locally(self._net, received, client, self._defence, self._how, lr, order)
+        private = {f"model.{name}": tensor for name, tensor in self._net.private_tensors().items()}
+        if private or state or had_state:
+            folder.save_state(round_number, {**private, **{f"state.{key}": value for key, value in state.items()}})
+        return update
+
+    def score(self, request: ScoreRequest, start: int, after_round: int, received: Tensor) -> Score:
+        """Score `CHUNK` images from ``start`` on, with the server's tensors or a client's."""
+        self._net.receive(received)
+        if self._server_private:
+            if request.client is None:
+                self._net.set_private(self._server_private)
+            else:
+                self._restore(request.client, after_round + 1, self._private_folder(request.client))
+        batch = self._data.images(request.images, request.client, start, start + CHUNK)
+        return score(self._net.module, batch.to(self._settings.device))
+
+    def _private_folder(self, number: int) -> PrivateFolder:
+        return PrivateFolder(self._folder / str(number) / "private")
+
+    def _restore(self, number: int, round_number: int, folder: PrivateFolder) -> dict[str, Tensor]:
+        """Put a client's private tensors into the network and return the rest of its state."""
+        saved = folder.load_state(round_number) if self._stateful else None
+        if self._server_private:
+            if saved is None:
+                self._net.set_private(self._flat(f"client {number}").private_tensors())
+            else:
+                self._net.set_private({name: saved[f"model.{name}"] for name in self._server_private})
+        return {key.removeprefix("state."): t for key, t in (saved or {}).items() if key.startswith("state.")}
+
+    def _with_defended_data(self, client: Client, folder: PrivateFolder) -> Client:
+        """Replace the client's data by ``on_data``'s, made once and kept with the state that it left."""
+        kept = folder.load("data")
+        if kept is None:
+            rng = stream(self._settings.seed, "on_data", client.id)
+            data = self._defence.on_data(client.data, replace(client, rng=rng))
+            kept = {"images": data.images, "labels": data.labels, "sensitive": data.sensitive}
+            kept |= {f"state.{key}": value for key, value in client.state.items()}
+            folder.save("data", kept)
+        elif not client.state:
+            client.state.update({key.removeprefix("state."): t for key, t in kept.items() if key.startswith("state.")})
+        data = Batch(kept["images"], kept["labels"], kept["sensitive"]).to(self._settings.device)
+        return replace(client, data=data)

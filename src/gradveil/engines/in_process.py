@@ -1,0 +1,66 @@
+"""The embedded engine in this process: one client after the other. The only choice for a GPU or for live objects."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import Score
+from gradveil.config import TrainSettings
+from gradveil.data.federated import FederatedData
+from gradveil.defences.base import Defence
+from gradveil.engines.devices import CHUNK, Devices
+from gradveil.server import ScoreRequest
+from gradveil.types import Tensors, Update
+
+
+class InProcess:
+    """Trains with a single torch thread, so that the bits are those of the worker processes."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        data: FederatedData,
+        defence: Defence,
+        network: Callable[[], nn.Module],
+        folder: Path,
+    ) -> None:
+        self._data = data
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._devices = Devices(settings, data, defence, network, folder)
+
+    def __enter__(self) -> "InProcess":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.set_num_threads(self._threads)
+
+    def train(
+        self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
+    ) -> Iterator[tuple[int, Update]]:
+        """Let clients train one after the other."""
+        received = self._vector(model)
+        for client in clients:
+            yield client, self._devices.train(client, round_number, received, public, lr)
+
+    def score(self, round_number: int, requests: Sequence[ScoreRequest], model: Tensors) -> list[Score]:
+        """Score models, chunk by chunk."""
+        received = self._vector(model)
+        return [
+            sum(
+                (
+                    self._devices.score(request, start, round_number, received)
+                    for start in range(0, self._data.count(request.images, request.client), CHUNK)
+                ),
+                Score(),
+            )
+            for request in requests
+        ]
+
+    def _vector(self, model: Tensors) -> Tensor:
+        return self._devices.net.shared_vector(model)

@@ -1,0 +1,242 @@
+"""The embedded federated simulation: data, clients, server and engine put together."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.config import TrainSettings
+from gradveil.data import Dataset, load_dataset
+from gradveil.data.federated import FederatedData, federate
+from gradveil.defences import Defence, build_defence
+from gradveil.engines.devices import defended, is_private, make_network
+from gradveil.engines.in_process import InProcess
+from gradveil.engines.workers import Blueprint, Workers
+from gradveil.errors import ConfigError, RunFolderError
+from gradveil.flat import FlatModel
+from gradveil.models.base import Normalisation
+from gradveil.server import Engine, Round, ScoreRequest, learning_rate, play_round
+
+IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+Row = dict[str, object]
+
+
+class Simulation:
+    """A federated training run in memory; use as a context manager.
+
+    Results depend on the settings alone: not on the number of workers, nor on what ran before in this process.
+
+    Args:
+        settings: all that decides the result.
+        data_root: where data sets are looked for; by default GRADVEIL_DATA, else the user's cache.
+        workers: processes that train clients; 0 trains in this process, None takes one a core.
+        clients_folder: where clients keep their private files; by default a temporary folder.
+        dataset: a data set at hand, in place of the named one.
+        defence: a defence object, in place of the named one (needs ``workers=0``).
+        network: builds the network, in place of the named model (needs ``workers=0``).
+
+    Example:
+        >>> settings = TrainSettings(rounds=1, clients=2, partition="iid:images=20", model="logistic")
+        >>> with Simulation(settings, workers=0) as simulation:
+        ...     for row in simulation.run():
+        ...         print(row["round"], 0 <= row["accuracy"] <= 1)
+        1 True
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        *,
+        data_root: Path | None = None,
+        workers: int | None = None,
+        clients_folder: Path | None = None,
+        dataset: Dataset | None = None,
+        defence: Defence | None = None,
+        network: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        live = defence is not None or network is not None
+        if live and workers:
+            raise ConfigError(f"workers must be 0 when a defence or network object is given, got {workers}.")
+        self.settings = settings
+        self.defence = defence or build_defence(settings.defence)
+        device = _device(settings.device)
+        self.dataset = dataset or load_dataset(settings.dataset, data_root)
+        self.data: FederatedData = federate(
+            self.dataset, settings.partition, settings.clients, settings.sensitive, settings.seed
+        )
+        normalisation = _normalisation(settings.normalise, self.dataset)
+        shape, num_classes = self.dataset.shape, self.dataset.num_classes
+        build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation))
+        module = defended(build_network(), self.defence, settings.seed, "server").to(device)
+        _check_output(module, self.dataset, device)
+        self.net = FlatModel(module, is_private(module, self.defence, settings))
+        self.model: dict[str, Tensor] = _copy(self.net.shared_tensors(self.net.values[self.net.shared]))
+        self.server_state: dict[str, Tensor] = {}
+        self.sizes = self.data.sizes
+        self._stack = ExitStack()
+        folder = clients_folder or Path(self._stack.enter_context(TemporaryDirectory(prefix="gradveil-clients-")))
+        self.num_workers = 0 if live or device.type != "cpu" else _num_workers(workers, settings)
+        self.engine: Engine
+        if self.num_workers:
+            blueprint = Blueprint(settings, shape, num_classes, normalisation, folder)
+            self.engine = self._stack.enter_context(Workers(blueprint, self.data, self.net, self.num_workers))
+        else:
+            self.engine = self._stack.enter_context(InProcess(settings, self.data, self.defence, build_network, folder))
+
+    def __enter__(self) -> "Simulation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def resume(self, model: Mapping[str, Tensor], server_state: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint's model and server state."""
+        if {name: tensor.shape for name, tensor in model.items()} != {n: t.shape for n, t in self.model.items()}:
+            raise RunFolderError("The checkpoint must fit the model of this run, got other tensors or shapes.")
+        self.model = {name: model[name].to(self.net.values) for name in self.model}
+        self.server_state = dict(server_state)
+
+    def run(self, first: int = 1, on_round: Callable[[Round], None] = lambda _: None) -> Iterator[Row]:
+        """Play the rounds from ``first`` on; yields a row after each. With no rounds, only evaluates."""
+        if self.settings.rounds == 0:
+            yield {"kind": "round", "round": 0, **self._evaluate(0, ()), "lr": None, "clients": 0, "seconds": 0.0}
+        for number in range(first, self.settings.rounds + 1):
+            row, played = self.step(number)
+            on_round(played)
+            yield row
+
+    def step(self, number: int) -> tuple[Row, Round]:
+        """Play one round, move the global model and evaluate it."""
+        started = time.perf_counter()
+        self.net.receive(self.net.shared_vector(self.model))
+        played = play_round(
+            number, self.settings, self.defence, self.engine, self.sizes, self.net.module, self.model, self.server_state
+        )
+        self.model = played.model
+        seconds = time.perf_counter() - started
+        due = number % self.settings.eval_every == 0 or number == self.settings.rounds
+        figures = self._evaluate(number, played.clients) if due else dict.fromkeys(_FIGURES)
+        row: Row = {
+            "kind": "round",
+            "round": number,
+            **figures,
+            "lr": learning_rate(self.settings, number),
+            "clients": len(played.clients),
+            "seconds": round(seconds, 4),
+        }
+        return row, played
+
+    def client_rows(self, round_number: int) -> list[Row]:
+        """Each client's size and the accuracy of its model on its own training images and on the test images."""
+        everyone = range(self.settings.clients)
+        requests = [ScoreRequest("own", client) for client in everyone]
+        own = self.engine.score(round_number, requests, self.model)
+        personal = self.net.has_private
+        asked = [ScoreRequest("test", client) for client in everyone] if personal else [ScoreRequest("test")]
+        test = self.engine.score(round_number, asked, self.model)
+        return [
+            {
+                "client": client,
+                "images": self.sizes[client],
+                "accuracy_own": own[client].accuracy,
+                "accuracy_test": test[client if personal else 0].accuracy,
+            }
+            for client in everyone
+        ]
+
+    def _evaluate(self, number: int, clients: tuple[int, ...]) -> Mapping[str, float | None]:
+        """Accuracy and loss on the test images, and accuracy on the sensitive ones.
+
+        Where parts of the model are private, no single model exists: the figures are means over the round's clients,
+        each with its own, and ``accuracy_server`` is that of the server's model with its own random private part.
+        """
+        views: tuple[int | None, ...] = clients if self.net.has_private and clients else (None,)
+        has_sensitive = bool(self.data.count("sensitive", None))
+        requests = [ScoreRequest("test", view) for view in views]
+        requests += [ScoreRequest("sensitive", view) for view in views] if has_sensitive else []
+        requests += [ScoreRequest("test")] if views != (None,) else []
+        scores = self.engine.score(number, requests, self.model)
+        test, rest = scores[: len(views)], scores[len(views) :]
+        figures: dict[str, float | None] = dict.fromkeys(_FIGURES)
+        figures["accuracy"] = sum(score.accuracy for score in test) / len(test)
+        figures["loss"] = sum(score.loss for score in test) / len(test)
+        if has_sensitive:
+            figures["accuracy_sensitive"] = sum(score.accuracy for score in rest[: len(views)]) / len(views)
+        if views != (None,):
+            figures["accuracy_server"] = scores[-1].accuracy
+        return figures
+
+
+_FIGURES = ("accuracy", "loss", "accuracy_sensitive", "accuracy_server")
+
+
+def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"device must be one that torch can use here, got {text!r}: {str(error).splitlines()[0]}"
+        ) from error
+    return device
+
+
+def _num_workers(asked: int | None, settings: TrainSettings) -> int:
+    """Processes to start; a single one would only add the copying."""
+    if asked is not None and asked < 0:
+        raise ConfigError(f"workers must be at least 0, got {asked}.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(cores if asked is None else asked, settings.num_sampled)
+    return count if count > 1 or asked else 0
+
+
+def _normalisation(text: str, dataset: Dataset) -> Normalisation | None:
+    channels = dataset.shape[0]
+    if text == "none":
+        return None
+    if text == "dataset":
+        return Normalisation(dataset.mean, dataset.std)
+    if text == "imagenet":
+        chosen = IMAGENET
+    else:
+        try:
+            mean, std = (tuple(float(value) for value in part.split(",")) for part in text.split("/"))
+        except ValueError as error:
+            raise ConfigError(f"normalise must be dataset, imagenet, none or mean/std, got {text!r}.") from error
+        try:
+            chosen = Normalisation(
+                mean * channels if len(mean) == 1 else mean, std * channels if len(std) == 1 else std
+            )
+        except ConfigError as error:
+            raise ConfigError(f"normalise must have a mean and a positive std, got {text!r}: {error}") from error
+    if len(chosen.mean) != channels:
+        raise ConfigError(f"normalise must have a mean and a std for each of {channels} channels, got {text!r}.")
+    return chosen
+
+
+def _check_output(module: nn.Module, dataset: Dataset, device: torch.device) -> None:
+    """A model that can't take the images, or has another number of classes, is found before any training."""
+    module.eval()
+    try:
+        with torch.no_grad():
+            output = module(torch.zeros(2, *dataset.shape, device=device))
+    except Exception as error:
+        raise ConfigError(
+            f"The model must take images of shape {dataset.shape}, got {type(error).__name__}: {error}."
+        ) from error
+    if tuple(output.shape) != (2, dataset.num_classes):
+        raise ConfigError(
+            f"The model must return (N, {dataset.num_classes}) for this data set, got {tuple(output.shape)} for N = 2."
+        )

@@ -1,0 +1,270 @@
+"""The embedded engine on all cores: persistent worker processes, one flat vector each way through shared memory.
+
+Each worker has one torch thread and glibc malloc settings that keep freed memory (docs/performance.md has the ratios).
+A worker rebuilds everything from plain text and mapped arrays: nothing but numbers and texts crosses the pipe. Results
+are taken in the order of the clients, whichever worker finishes first, so the bits do not depend on the workers.
+"""
+
+import ctypes
+import multiprocessing
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar, cast
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from gradveil import errors
+from gradveil.client import Score
+from gradveil.config import TrainSettings
+from gradveil.data.federated import FederatedData
+from gradveil.defences.chain import build_defence
+from gradveil.engines.devices import CHUNK, Devices, make_network
+from gradveil.flat import FlatModel
+from gradveil.models.base import Normalisation
+from gradveil.server import ScoreRequest
+from gradveil.types import Tensors, Update
+
+R = TypeVar("R")
+_AHEAD = 2
+"""Tasks that a worker is given at once, so that it never waits for the next."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """All that a worker needs to build its side of the simulation."""
+
+    settings: TrainSettings
+    shape: tuple[int, int, int]
+    num_classes: int
+    normalisation: Normalisation | None
+    clients_folder: Path
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """A round begins: the model lies in row 0 of the shared vectors."""
+
+    round_number: int
+    lr: float
+    public: bytes
+
+
+@dataclass(frozen=True)
+class _Train:
+    client: int
+
+
+@dataclass(frozen=True)
+class _ScoreChunk:
+    request: ScoreRequest
+    start: int
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error in a worker: its class, where gradveil raised it on purpose, and what to say."""
+
+    kind: str
+    message: str
+
+
+class Workers:
+    """Runs clients on several processes; use as a context manager."""
+
+    def __init__(self, blueprint: Blueprint, data: FederatedData, net: FlatModel, num_workers: int) -> None:
+        self._data, self._net = data, net
+        self._scratch = tempfile.TemporaryDirectory(prefix="gradveil-")
+        folder = Path(self._scratch.name)
+        data.save(folder)
+        rows, size = 1 + 2 * _AHEAD * num_workers, net.shared.stop - net.shared.start
+        dtype = torch.empty(0, dtype=net.values.dtype).numpy().dtype
+        self._vectors = np.lib.format.open_memmap(folder / "vectors.npy", "w+", dtype, (rows, size))
+        self._free_rows = list(range(1, rows))
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(num_workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(blueprint, folder, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            if kind is not None:
+                process.terminate()
+            process.join()
+        self._scratch.cleanup()
+
+    def train(
+        self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
+    ) -> Iterator[tuple[int, Update]]:
+        """Let clients train on all workers; yields in the order of ``clients``."""
+        if clients:
+            self._begin(round_number, model, public, lr)
+            results = self._run([_Train(client) for client in clients], self._read_update)
+            yield from zip(clients, results, strict=True)
+
+    def score(self, round_number: int, requests: Sequence[ScoreRequest], model: Tensors) -> list[Score]:
+        """Score models on all workers, chunk by chunk."""
+        self._begin(round_number, model, {}, 0.0)
+        chunks = [
+            _ScoreChunk(request, start)
+            for request in requests
+            for start in range(0, self._data.count(request.images, request.client), CHUNK)
+        ]
+        totals = dict.fromkeys(requests, Score())
+        for chunk, part in zip(chunks, self._run(chunks, _read_score), strict=True):
+            totals[chunk.request] += part
+        return [totals[request] for request in requests]
+
+    def _begin(self, round_number: int, model: Tensors, public: Tensors, lr: float) -> None:
+        self._vectors[0] = self._net.shared_vector(model).numpy()
+        message = _Begin(round_number, lr, _pack(public))
+        for pipe in self._pipes:
+            self._send(pipe, message)
+
+    def _run(self, tasks: Sequence[_Train | _ScoreChunk], read: Callable[[object, int], R]) -> Iterator[R]:
+        """Hand out the tasks and yield their results in order; at most as many are under way as there are rows."""
+        waiting = deque(enumerate(tasks))
+        load = dict.fromkeys(self._pipes, 0)
+        done: dict[int, tuple[int, object]] = {}
+        for position in range(len(tasks)):
+            while position not in done:
+                for pipe in sorted(self._pipes, key=load.__getitem__):
+                    if waiting and self._free_rows and load[pipe] < _AHEAD:
+                        number, task = waiting.popleft()
+                        self._send(pipe, (number, self._free_rows.pop(), task))
+                        load[pipe] += 1
+                for pipe, (number, row, result) in self._receive():
+                    load[pipe] -= 1
+                    done[number] = (row, result)
+            row, result = done.pop(position)
+            if isinstance(result, _Failure):
+                raise _as_error(result)
+            value = read(result, row)
+            self._free_rows.append(row)
+            yield value
+
+    def _read_update(self, result: object, row: int) -> Update:
+        if isinstance(result, int):  # an update of the model's own shape lies in the row; this is its num_examples
+            return self._net.to_update(torch.from_numpy(self._vectors[row].copy()), result)
+        tensors, num_examples, buffers = cast(tuple[bytes, int, bytes], result)
+        return Update(safetensors.torch.load(tensors), num_examples, safetensors.torch.load(buffers))
+
+    def _send(self, pipe: Connection, message: object) -> None:
+        try:
+            pipe.send(message)
+        except OSError as error:
+            raise self._lost(pipe) from error
+
+    def _receive(self) -> Iterable[tuple[Connection, tuple[int, int, object]]]:
+        for pipe in wait(self._pipes):
+            if isinstance(pipe, Connection):
+                try:
+                    yield pipe, pipe.recv()
+                except (EOFError, OSError) as error:
+                    raise self._lost(pipe) from error
+
+    def _lost(self, pipe: Connection) -> errors.WorkerError:
+        process = self._processes[self._pipes.index(pipe)]
+        process.join(5)
+        return errors.WorkerError(
+            f"A worker process ended by itself (exit code {process.exitcode}; -9 often means that memory ran out). "
+            "The last checkpoint is whole: run again with --resume, perhaps with fewer --workers."
+        )
+
+
+def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
+    """Body of a worker process: serve tasks until the pipe closes."""
+    _keep_freed_memory()
+    torch.set_num_threads(1)
+    data = FederatedData.load(folder)
+    vectors = np.load(folder / "vectors.npy", mmap_mode="r+")
+    devices: Devices | None = None
+    begin = _Begin(0, 0.0, b"")
+    received, public = torch.empty(0), dict[str, Tensor]()
+    try:
+        while True:
+            message = pipe.recv()
+            if isinstance(message, _Begin):
+                begin, public = message, safetensors.torch.load(message.public)
+                received = torch.from_numpy(vectors[0].copy())
+                continue
+            number, row, task = message
+            result: object
+            try:
+                if devices is None:
+                    devices = _build_devices(blueprint, data)
+                if isinstance(task, _ScoreChunk):
+                    result = devices.score(task.request, task.start, begin.round_number, received)
+                else:
+                    update = devices.train(task.client, begin.round_number, received, public, begin.lr)
+                    vector = devices.net.to_vector(update)
+                    if vector is None:
+                        result = (_pack(update.tensors), update.num_examples, _pack(update.buffers))
+                    else:
+                        vectors[row] = vector.detach().cpu().numpy()
+                        result = update.num_examples
+            except errors.GradveilError as error:
+                result = _Failure(type(error).__name__, str(error))
+            except Exception:
+                result = _Failure("", traceback.format_exc())
+            pipe.send((number, row, result))
+    except (EOFError, OSError):  # the parent closed the pipe, or is gone
+        return
+
+
+def _build_devices(blueprint: Blueprint, data: FederatedData) -> Devices:
+    settings = blueprint.settings
+    return Devices(
+        settings,
+        data,
+        build_defence(settings.defence),
+        lambda: make_network(settings, blueprint.shape, blueprint.num_classes, blueprint.normalisation),
+        blueprint.clients_folder,
+    )
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to serve tensors from its heap and not to give freed memory back at every step; a no-op elsewhere."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    for parameter, value in ((-3, 1 << 30), (-1, (1 << 31) - 1), (-2, 1 << 28)):  # mmap, trim threshold; top pad
+        mallopt(parameter, value)
+
+
+def _pack(tensors: Tensors) -> bytes:
+    return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _read_score(result: object, row: int) -> Score:
+    return cast(Score, result)
+
+
+def _as_error(failure: _Failure) -> Exception:
+    """The worker's error in this process: of the same class where gradveil raised it on purpose."""
+    kind = getattr(errors, failure.kind, None) if failure.kind else None
+    if kind is None:
+        return RuntimeError(f"A worker failed:\n{failure.message}")
+    return errors.ConfigError(failure.message) if kind is errors.UnknownNameError else kind(failure.message)

@@ -1,0 +1,73 @@
+"""Everything gradveil raises on purpose.
+
+::
+
+    GradveilError
+    ├── ConfigError            a setting is wrong; nothing was started
+    │   └── UnknownNameError   no component of that name (with a did-you-mean)
+    ├── DataError              a data file is corrupt, or its content does not fit
+    │   └── MissingDataError   a data file is not there and could not be fetched
+    ├── RunFolderError         the output folder holds another run, or can't hold this one
+    └── TrainingError          a run failed on its way
+        ├── DefenceError       a defence could not protect an update, so it was not sent
+        ├── DivergedError      the training produced NaN or infinity
+        └── WorkerError        a worker process was lost
+
+Each message is one sentence with what was wrong, the rule and the value, followed by the way out.
+The command line turns `TrainingError` into exit code 1 and all others into exit code 2.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class GradveilError(Exception):
+    """Base of all errors that gradveil raises on purpose."""
+
+
+class ConfigError(GradveilError):
+    """A setting breaks its rule."""
+
+
+class UnknownNameError(ConfigError):
+    """No component, setting or choice has this name.
+
+    Example:
+        >>> raise UnknownNameError("model", "lenet6", ["lenet5", "mlp"])
+        Traceback (most recent call last):
+        gradveil.errors.UnknownNameError: Unknown model 'lenet6'. Did you mean 'lenet5'? Known: lenet5, mlp.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        close = get_close_matches(name, names, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        super().__init__(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
+
+
+class DataError(GradveilError):
+    """A data file is corrupt or does not hold what it should."""
+
+
+class MissingDataError(DataError):
+    """A data file is missing; the message says which, its checksum and where to put it."""
+
+
+class RunFolderError(GradveilError):
+    """The output folder can't be used for this run."""
+
+
+class TrainingError(GradveilError):
+    """A run that was set up well failed on its way; its last checkpoint is whole."""
+
+
+class DefenceError(TrainingError):
+    """A defence could not protect an update; the update was not sent."""
+
+
+class DivergedError(TrainingError):
+    """The training produced NaN or infinity."""
+
+
+class WorkerError(TrainingError):
+    """A worker process was lost."""

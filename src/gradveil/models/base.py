@@ -1,0 +1,179 @@
+"""What a model is: settings that build a torch.nn.Module for a shape and a number of classes, and its normalisation."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from gradveil.errors import ConfigError
+from gradveil.randomness import derive_seed
+from gradveil.registry import Component, build, load_own, parse_spec
+from gradveil.validate import in_range, one_of
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "leaky-relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+}
+INITIALISATIONS = ("default", "uniform")
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Per-channel (x - mean) / std, applied by the model itself, so that images are [0, 1] everywhere else.
+
+    Attributes:
+        mean: what is taken off, one number for each channel or one for all.
+        std: what the rest is divided by, as many numbers, each more than 0.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or not self.mean:
+            raise ConfigError(f"mean and std must have one number a channel each, got {self.mean} and {self.std}.")
+        for mean, std in zip(self.mean, self.std, strict=True):
+            in_range("mean", mean)
+            in_range("std", std, 0, open_low=True)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Normalise images (N, C, H, W)."""
+        mean = images.new_tensor(self.mean).view(-1, 1, 1)
+        std = images.new_tensor(self.std).view(-1, 1, 1)
+        return (images - mean) / std
+
+
+@dataclass(frozen=True)
+class Model(Component, ABC):
+    """Base of the model zoo: frozen settings that build a network.
+
+    Attributes:
+        activation: the non-linearity of every hidden layer.
+        init: ``default`` is PyTorch's; ``uniform`` draws every weight and bias from U(-0.5, 0.5) as DLG's code does.
+    """
+
+    activation: str = "relu"
+    init: str = "default"
+
+    kind: ClassVar[str] = "models"
+    smallest: ClassVar[int] = 1
+    """The least height and width that the network can take."""
+
+    def __post_init__(self) -> None:
+        one_of("activation", self.activation, ACTIVATIONS)
+        one_of("init", self.init, INITIALISATIONS)
+
+    @abstractmethod
+    def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+        """The network for images of ``shape`` (C, H, W); draws its weights from torch's global generator."""
+
+    def create(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+        """Check the shape, build the network and initialise it; draws from torch's global generator."""
+        in_range("channels", shape[0], 1)
+        in_range("num_classes", num_classes, 1)
+        if min(shape[1:]) < self.smallest:
+            raise ConfigError(
+                f"Images for model {self.name!r} must be at least {self.smallest}x{self.smallest}, "
+                f"got {shape[1]}x{shape[2]}. Choose a smaller model (`gradveil list models`)."
+            )
+        network = self.build(shape, num_classes)
+        if self.init == "uniform":
+            with torch.no_grad():
+                for parameter in network.parameters():
+                    parameter.uniform_(-0.5, 0.5)
+        return network
+
+    def act(self) -> nn.Module:
+        """A fresh activation layer."""
+        return ACTIVATIONS[self.activation]()
+
+
+def create_model(
+    spec: str,
+    shape: tuple[int, int, int],
+    num_classes: int,
+    seed: int,
+    normalisation: Normalisation | None = None,
+) -> nn.Module:
+    """Build the model that ``spec`` names: one of the zoo, or the user's own ``path/file.py:factory``.
+
+    A factory is called with those of ``shape`` (C, H, W) and ``num_classes`` that it takes, and with the settings of
+    the spec as texts; a subclass of `Model` is built from the spec like one of the zoo. Torch's global generator is
+    left as it was found.
+    """
+    if normalisation is not None and len(normalisation.mean) not in (1, shape[0]):
+        raise ConfigError(
+            f"Normalisation must have one number for each of the {shape[0]} channels, got {len(normalisation.mean)}."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "model"))
+        if ".py:" in spec:
+            network = _create_own(spec, shape, num_classes)
+        else:
+            network = _create_component(spec, shape, num_classes)
+        if any(isinstance(parameter, UninitializedParameter) for parameter in network.parameters()):
+            network.eval()(torch.zeros(2, *shape))  # lazy layers learn their size from a first look
+    if normalisation is not None:
+        network.register_forward_pre_hook(_NormaliseInput(normalisation))
+    return network
+
+
+def normalisation_of(network: nn.Module) -> Normalisation | None:
+    """The normalisation that a model built here applies to its input, or None."""
+    hooks = [hook for hook in network._forward_pre_hooks.values() if isinstance(hook, _NormaliseInput)]
+    return hooks[0].normalisation if hooks else None
+
+
+@dataclass(frozen=True)
+class _NormaliseInput:
+    """Forward pre-hook: parameter names stay those of the plain network, so anyone's weights load."""
+
+    normalisation: Normalisation
+
+    def __call__(self, network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (self.normalisation(inputs[0]), *inputs[1:])
+
+
+def _create_component(spec: str, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    return build(Model, spec).create(shape, num_classes)
+
+
+def _create_own(spec: str, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    reference, settings = parse_spec(spec)
+    factory = load_own(reference)
+    if inspect.isclass(factory) and issubclass(factory, Model):
+        return _create_component(spec, shape, num_classes)
+    if not callable(factory):
+        raise ConfigError(f"{reference!r} must be a function or class that returns a torch.nn.Module, got {factory!r}.")
+    signature = inspect.signature(factory)
+    offered = {"shape": shape, "num_classes": num_classes}
+    arguments = {**{key: value for key, value in offered.items() if key in signature.parameters}, **settings}
+    called = f"({', '.join(arguments) or 'nothing'})"
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{reference!r} must be callable with {called}, got: {error}. "
+            "A factory may take shape, num_classes and settings of its own with defaults."
+        ) from error
+    try:
+        network = factory(**arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"{reference!r} failed when called with {called}: {type(error).__name__}: {error}. "
+            "Settings arrive as texts, so a number must be converted, e.g. int(width)."
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"{reference!r} must return a torch.nn.Module, got {type(network).__name__}.")
+    return network

@@ -1,0 +1,53 @@
+"""Pretrained weights from safetensors files, which hold tensors only: loading one never runs code."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gradveil.errors import ConfigError
+
+SHOWN = 3
+"""How many names of each sort an error message shows."""
+
+
+def load_weights(network: nn.Module, path: Path) -> None:
+    """Load a safetensors file into a network, all of it or nothing.
+
+    Every parameter and buffer of the network must be in the file, with the same shape, and nothing else may be; only
+    BatchNorm's counter ``num_batches_tracked``, which many files leave out, may be absent.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"Weights {str(path)!r} must be a readable safetensors file, got: {error}. "
+            "Save others with safetensors.torch.save_file(model.state_dict(), path); pickled ones are never opened."
+        ) from error
+    problems = _misfits(network.state_dict(), tensors)
+    if problems:
+        raise ConfigError(
+            f"Weights {str(path)!r} must have the names and shapes of the network, got {'; '.join(problems)}. "
+            "Check the model, its settings, the image's channels and the number of classes."
+        )
+    network.load_state_dict(tensors, strict=False)
+
+
+def _misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
+    """What keeps ``given`` from being loaded, a phrase for each sort of trouble."""
+    missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
+    unexpected = [name for name in given if name not in wanted]
+    shapes = [
+        f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}"
+        for name in wanted
+        if name in given and given[name].shape != wanted[name].shape
+    ]
+    sorts = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
+    return [f"{sort}: {_first(names)}" for sort, names in sorts.items() if names]
+
+
+def _first(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

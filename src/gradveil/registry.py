@@ -1,0 +1,229 @@
+"""Components are frozen dataclasses found by their file: a class in the right folder exists, and nothing else lists it.
+
+A component is written ``name:key=value,key=value`` on the command line, in TOML and in every row, and
+`build` turns that text into the object. The user's own come as ``path/file.py:Name:key=value``.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from gradveil.errors import ConfigError, UnknownNameError
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """Base of everything that has a name and settings. The fields of a subclass are its settings, all with defaults.
+
+    Attributes:
+        kind: the plural that users type in ``gradveil list KIND``; each base class states it.
+        name: what users type; by default the class name in kebab case (``DpSgd`` is ``dp-sgd``).
+    """
+
+    kind: ClassVar[str]
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401 - passed through untouched
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
+
+    @property
+    def spec(self) -> str:
+        """The text that builds this component again, with the settings that differ from the default."""
+        settings = [
+            f"{field.name}={_text(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if field.init and getattr(self, field.name) != field.default
+        ]
+        return ":".join([self.name, ",".join(settings)] if settings else [self.name])
+
+
+C = TypeVar("C", bound=Component)
+
+FOLDERS: Mapping[str, str] = {
+    "datasets": "gradveil.data:NamedSet",
+    "partitions": "gradveil.data:Partition",
+    "models": "gradveil.models:Model",
+    "defences": "gradveil.defences:Defence",
+}
+"""Where each kind of component lives: the package, and the base class exported by it."""
+
+
+def components(kind: str) -> dict[str, type[Component]]:
+    """All components of a kind by name: every concrete subclass of the base in any file of the kind's folder."""
+    package_name, base_name = FOLDERS[kind].split(":")
+    package = importlib.import_module(package_name)
+    base = getattr(package, base_name)
+    return dict(sorted(_scan(package, base).items()))
+
+
+@cache
+def _scan(package: types.ModuleType, base: type[Component]) -> dict[str, type[Component]]:
+    found: dict[str, type[Component]] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        for item in vars(module).values():
+            own = inspect.isclass(item) and issubclass(item, base) and item.__module__ == module.__name__
+            if own and item is not base and not inspect.isabstract(item):
+                found[item.name] = item
+    return found
+
+
+def split_specs(text: str) -> list[str]:
+    """Split a comma-separated list of components; a piece with ``=`` but no ``:`` continues the one before it.
+
+    Example:
+        >>> split_specs("none,prune:fraction=0.9,scope=global,gaussian:scale=1e-3")
+        ['none', 'prune:fraction=0.9,scope=global', 'gaussian:scale=1e-3']
+    """
+    specs: list[str] = []
+    for piece in text.split(","):
+        if "=" in piece and ":" not in piece and specs:
+            specs[-1] += f",{piece}"
+        else:
+            specs.append(piece)
+    return [spec.strip() for spec in specs if spec.strip()]
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """Name and settings of one component's text; a user's file keeps its ``path.py:Name``.
+
+    Example:
+        >>> parse_spec("soteria:prune=0.6")
+        ('soteria', {'prune': '0.6'})
+        >>> parse_spec("nets/mine.py:factory:width=8")
+        ('nets/mine.py:factory', {'width': '8'})
+    """
+    own = re.match(r"(?P<name>.+\.py:[A-Za-z_]\w*)(?::(?P<settings>.*))?$", spec)
+    name, _, text = (own["name"], "", own["settings"] or "") if own else spec.partition(":")
+    settings: dict[str, str] = {}
+    for pair in filter(None, text.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(
+                f"Settings of {name!r} must be key=value pairs split by commas, got {pair!r} in {spec!r}."
+            )
+        settings[key.strip()] = value.strip()
+    return name.strip(), settings
+
+
+def build(base: type[C], spec: str) -> C:
+    """Build a component from its text; unknown names and settings, and values of the wrong type, are errors."""
+    name, settings = parse_spec(spec)
+    kind = base.kind.removesuffix("s")
+    cls = load_own(name) if ".py:" in name else components(base.kind).get(name)
+    if cls is None:
+        raise UnknownNameError(kind, name, components(base.kind))
+    if not (inspect.isclass(cls) and issubclass(cls, base)):
+        raise ConfigError(f"{name!r} must be a subclass of gradveil's {base.__name__} to serve as {kind}, got {cls!r}.")
+    return cls(**convert(cls, settings, owner=f"{kind} {name!r}"))
+
+
+def convert(cls: type[Any], settings: Mapping[str, object], owner: str) -> dict[str, Any]:
+    """Turn texts (or TOML values) into the types that the fields of a dataclass declare."""
+    hints = typing.get_type_hints(cls)
+    fields = [field.name for field in dataclasses.fields(cls) if field.init]
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        field = key.replace("-", "_")
+        if field not in fields:
+            raise UnknownNameError(f"setting of {owner}", key, fields)
+        try:
+            values[field] = _value(value, hints[field])
+        except (ValueError, TypeError) as error:
+            wanted = getattr(hints[field], "__name__", str(hints[field]))
+            raise ConfigError(f"Setting {key} of {owner} must be of type {wanted}, got {value!r}.") from error
+    return values
+
+
+def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file holds
+    """The object ``Name`` of the user's file, from ``path/file.py:Name``. Runs that file, as importing it would."""
+    path_text, _, attribute = reference.rpartition(":")
+    path = Path(path_text).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{path_text!r} must be a Python file that exists, got no such file.")
+    module_name = f"gradveil_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        module_spec = importlib.util.spec_from_file_location(module_name, path)
+        if module_spec is None or module_spec.loader is None:
+            raise ConfigError(f"{path_text!r} can't be imported as a Python module.")
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_name] = module
+        try:
+            module_spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[module_name]
+            raise ConfigError(f"{path_text!r} failed when imported: {type(error).__name__}: {error}.") from error
+    if not hasattr(module, attribute):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise UnknownNameError(f"name in {path_text}", attribute, public)
+    return getattr(module, attribute)
+
+
+def _value(value: object, hint: object) -> object:
+    """One setting's value in the declared type; texts are parsed, other values must already fit."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in arguments and value in (None, "none"):
+            return None
+        return _first_that_fits(value, [argument for argument in arguments if argument is not type(None)])
+    if origin is tuple:
+        pieces = value.split("/") if isinstance(value, str) else value
+        if not isinstance(pieces, (list, tuple)):
+            raise TypeError(hint)
+        return tuple(_value(piece, arguments[0]) for piece in pieces if piece != "")
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[_lower(value)]
+    if hint is int:
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            raise TypeError(hint)
+        return int(value)  # type: ignore[call-overload]
+    if hint is float:
+        if isinstance(value, bool):
+            raise TypeError(hint)
+        return float(value)  # type: ignore[arg-type]
+    if hint is str:
+        if not isinstance(value, str):
+            raise TypeError(hint)
+        return value
+    raise TypeError(hint)
+
+
+def _first_that_fits(value: object, hints: list[object]) -> object:
+    for hint in hints:
+        try:
+            return _value(value, hint)
+        except (ValueError, TypeError):
+            continue
+    raise ValueError(value)
+
+
+def _lower(value: object) -> str:
+    text = str(value).lower()
+    if text not in {"true", "yes", "1", "false", "no", "0"}:
+        raise ValueError(value)
+    return text
+
+
+def _text(value: object) -> str:
+    """A setting's value as it is written in a spec."""
+    if isinstance(value, tuple):
+        return "/".join(map(_text, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)

@@ -1,0 +1,46 @@
+"""Accuracy and loss over the rounds, as a picture."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from gradveil.storage import write_atomic
+
+_SERIES = {"accuracy": "test", "accuracy_sensitive": "sensitive images", "accuracy_server": "server's own"}
+
+
+def draw_curves(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
+    """Write ``curves.png`` and ``curves.svg`` into ``out``; returns the path of the first."""
+    figure = curves(rows)
+    for kind in ("svg", "png"):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        write_atomic(out / f"curves.{kind}", buffer.getvalue())
+    return out / "curves.png"
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The figure: accuracies in per cent on the left, the test loss on the right."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    marker = "o" if len(rows) < 30 else ""
+    for key, label in _SERIES.items():
+        points = [(row["round"], 100 * row[key]) for row in rows if row.get(key) is not None]
+        if points:
+            left.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=label)
+    points = [(row["round"], row["loss"]) for row in rows if row.get("loss") is not None]
+    if points:
+        right.plot(*zip(*points, strict=True), marker=marker, markersize=3, color="tab:red")
+    left.set(title="Accuracy (%)", xlabel="round", ylim=(0, 100))
+    right.set(title="Test loss", xlabel="round")
+    right.set_ylim(bottom=0)
+    if left.lines:
+        left.legend(loc="lower right", frameon=False)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    return figure

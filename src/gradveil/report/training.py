@@ -1,0 +1,95 @@
+"""The page of a training run: one self-contained HTML file that opens from disk."""
+
+import base64
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from gradveil.config import TrainSettings
+from gradveil.storage import write_atomic
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8882; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+img { max-width: 100%; background: #fff; border-radius: 6px; }
+.scroll { overflow-x: auto; max-height: 30rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } th { position: sticky; top: 0; background: Canvas; }
+pre { background: var(--soft); padding: .8rem; border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere; }
+@media print { .scroll { max-height: none; } }
+"""
+
+
+def write_page(
+    out: Path,
+    settings: TrainSettings,
+    rows: Sequence[Mapping[str, Any]],
+    clients: Sequence[Mapping[str, Any]],
+    note: str,
+) -> Path:
+    """Write ``report.html`` into ``out`` from the rows and the curves that are there; returns its path."""
+    picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
+    worst = sorted(clients, key=lambda row: row["accuracy_own"])[:50]
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>gradveil: {escape(settings.model)} on {escape(settings.dataset)}</title><style>{_STYLE}</style></head><body>
+<h1>{escape(headline(settings, rows))}</h1>
+<p>{escape(note)}</p>
+<img alt="Accuracy and loss over the rounds" src="data:image/png;base64,{picture}">
+<h2>Rounds</h2>{_table(rows, ("round", "accuracy", "accuracy_sensitive", "accuracy_server", "loss", "lr", "seconds"))}
+<h2>Clients, the worst first{" (50 of them)" if len(clients) > 50 else ""}</h2>
+<p>Accuracy of the final model on each client's own training images.</p>
+{_table(worst, ("client", "images", "accuracy_own", "accuracy_test"))}
+<h2>Repeat it</h2><pre>{escape(command(settings))}</pre>
+<p>The same command gives the same weights and rows, bit by bit on the same machine and torch.</p>
+</body></html>
+"""
+    write_atomic(out / "report.html", page.encode())
+    return out / "report.html"
+
+
+def headline(settings: TrainSettings, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The result in a sentence."""
+    last = rows[-1]
+    names = f"{settings.model} on {settings.dataset}, defence {settings.defence}"
+    if not last["round"]:
+        return f"{names}: {last['accuracy']:.2%} of the test images are recognised before any training."
+    return (
+        f"{names}: after {last['round']} rounds with {settings.clients} clients, "
+        f"{last['accuracy']:.2%} of the test images are recognised."
+    )
+
+
+def command(settings: TrainSettings) -> str:
+    """The command line that repeats the run."""
+    defaults = asdict(TrainSettings())
+    pieces = ["gradveil", "train"]
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value != defaults[field.name]:
+            option = f"--{field.name.replace('_', '-')}"
+            text = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            pieces += [option] if value is True else [option, text]
+    return shlex.join([*pieces, "--out", "DIR"])
+
+
+def _table(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> str:
+    used = [name for name in columns if any(row.get(name) is not None for row in rows)]
+    head = "".join(f"<th scope=col>{escape(name.replace('_', ' '))}</th>" for name in used)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_cell(name, row.get(name))}</td>" for name in used) + "</tr>" for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None:
+        return ""
+    if name.startswith("accuracy") and isinstance(value, float):
+        return f"{value:.2%}"
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))

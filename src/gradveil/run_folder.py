@@ -1,0 +1,170 @@
+"""The folder of a run: settings, rows, checkpoint. Whatever kills the run, the folder is whole and can be resumed."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml
+from gradveil.errors import DataError, RunFolderError
+from gradveil.storage import load_tensors, read_metadata, save_tensors, write_atomic
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there two runs in one folder are not noticed
+    fcntl = None  # type: ignore[assignment]
+
+_RUN_FILES = ("settings.toml", "rows.jsonl", "checkpoint.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a run stands after a round."""
+
+    round: int
+    model: dict[str, Tensor]
+    server_state: dict[str, Tensor]
+    rows: list[dict[str, Any]]
+
+
+class RunFolder:
+    """One run's folder, locked while in use; use as a context manager.
+
+    A round is committed by the atomic replacement of ``checkpoint.safetensors``; its row was appended and synced
+    before that. Rows beyond the checkpoint are of a round that never finished, and are dropped when the run resumes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[bytes] | None = None
+
+    def __enter__(self) -> "RunFolder":
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("wb")
+            if fcntl is not None:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunFolderError(f"{self.path} must not be in use, got a run that still writes to it.") from error
+        except OSError as error:
+            raise RunFolderError(f"{self.path} must be a folder that can be written, got: {error}.") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release the folder; one that nothing was written to is taken away again."""
+        if self._lock is not None:
+            if {entry.name for entry in self.path.iterdir()} == {".lock"}:
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
+            self._lock.close()
+
+    def holds_run(self) -> bool:
+        """Whether a run was ever started here."""
+        return any((self.path / name).exists() for name in _RUN_FILES)
+
+    def saved_settings(self) -> dict[str, Any]:
+        """The settings of the run that is here; empty where there are none yet."""
+        path = self.path / "settings.toml"
+        return read_settings(path) if path.exists() else {}
+
+    def begin(self, settings: TrainSettings, fingerprint: str, *, resume: bool) -> Checkpoint | None:
+        """Claim the folder for a run; returns the checkpoint to go on from, None to start at round 1."""
+        if self.holds_run() and not resume:
+            raise RunFolderError(
+                f"{self.path} must be new or empty, got a folder that holds a run. "
+                "Add --resume to go on with it, or choose another --out."
+            )
+        self._check_same_run(settings)
+        checkpoint = self._load(fingerprint)
+        if checkpoint is not None and checkpoint.round > settings.rounds:
+            raise RunFolderError(
+                f"rounds must be at least the {checkpoint.round} that {self.path} has finished, got {settings.rounds}."
+            )
+        write_atomic(self.path / "settings.toml", to_toml(settings))
+        rows = checkpoint.rows if checkpoint else []
+        write_atomic(self.path / "rows.jsonl", to_lines(rows))
+        return checkpoint
+
+    def commit(
+        self,
+        number: int,
+        row: Mapping[str, Any],
+        model: Mapping[str, Tensor],
+        server_state: Mapping[str, Tensor],
+        fingerprint: str,
+    ) -> None:
+        """Make a round last: append its row, then replace the checkpoint."""
+        path = self.path / "rows.jsonl"
+        try:
+            with path.open("ab") as file:
+                file.write(to_lines([row]))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RunFolderError(
+                f"{path} could not be written: {error.strerror or error}. The checkpoint of the round before is whole; "
+                "make room and run again with --resume."
+            ) from error
+        tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+        tensors |= {f"server.{key}": tensor for key, tensor in server_state.items()}
+        save_tensors(self.path / "checkpoint.safetensors", tensors, {"round": str(number), "data": fingerprint})
+
+    def _check_same_run(self, settings: TrainSettings) -> None:
+        saved = self.saved_settings()
+        if not saved:
+            return
+        before = asdict(replace(make_train_settings(saved), rounds=settings.rounds))
+        now = asdict(settings)
+        changed = [f"{key} = {now[key]!r} (was {before[key]!r})" for key in now if now[key] != before[key]]
+        if changed:
+            raise RunFolderError(
+                f"A resumed run must keep its settings (only rounds may grow), got {'; '.join(changed)} "
+                f"in {self.path}. Leave those options out, or choose another --out."
+            )
+
+    def _load(self, fingerprint: str) -> Checkpoint | None:
+        path = self.path / "checkpoint.safetensors"
+        if not path.exists():
+            return None
+        tensors, facts = load_tensors(path), read_metadata(path)
+        try:
+            number = int(facts["round"])
+        except (KeyError, ValueError) as error:
+            raise DataError(f"{path} must be a checkpoint of gradveil, got a file without a round.") from error
+        if facts.get("data") != fingerprint:
+            raise RunFolderError(
+                f"A resumed run must have the data it began with, got other data than those of {self.path}. "
+                "Check --data-root and the files of the data set."
+            )
+        return Checkpoint(
+            number,
+            {key.removeprefix("model."): t for key, t in tensors.items() if key.startswith("model.")},
+            {key.removeprefix("server."): t for key, t in tensors.items() if key.startswith("server.")},
+            _read_rows(self.path / "rows.jsonl", number),
+        )
+
+
+def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Rows as JSON, one a line."""
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+
+
+def _read_rows(path: Path, last: int) -> list[dict[str, Any]]:
+    """The rows up to a round; what follows is of a round that did not finish, perhaps cut in the middle."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["round"] > last:
+            break
+        rows.append(row)
+    expected = last if not rows or rows[0]["round"] else 1
+    if len(rows) != expected:
+        raise DataError(f"{path} must have a row for each of the {last} finished rounds, got {len(rows)}.")
+    return rows

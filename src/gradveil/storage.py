@@ -1,0 +1,105 @@
+"""Files that are whole or not there: atomic writes, and a device's private folder."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gradveil.errors import DataError, RunFolderError
+
+
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Write a file so that a reader sees the old content or the new, whatever happens in between.
+
+    A full disk or a missing permission raises `RunFolderError` and leaves the old content in place.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise RunFolderError(
+            f"{path} could not be written: {error.strerror or error}. What was saved before is untouched; "
+            "make room and run again with --resume."
+        ) from error
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, mode: int = 0o644
+) -> None:
+    """Save tensors by name as safetensors, atomically."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomic(path, safetensors.torch.save(plain, dict(metadata) if metadata else None), mode=mode)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Load tensors by name; a file that is not whole safetensors is a `DataError`."""
+    try:
+        return safetensors.torch.load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} must be a whole safetensors file, got: {error}.") from error
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts that were saved beside the tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} must be a whole safetensors file, got: {error}.") from error
+
+
+@dataclass(frozen=True)
+class PrivateFolder:
+    """A client's own files, in a folder that only its owner can read. Nothing in it is ever sent.
+
+    The state is kept by round, the newest two: a run that was killed in the middle of round r goes on from the state
+    before r, although some clients had finished r already.
+    """
+
+    path: Path
+
+    def save_state(self, round_number: int, state: Mapping[str, Tensor]) -> None:
+        """Keep the state after a round, and drop all but the newest version before it."""
+        self._make()
+        save_tensors(self._state_path(round_number), state, mode=0o600)
+        for old in self._versions(before=round_number)[:-1]:
+            self._state_path(old).unlink(missing_ok=True)
+
+    def load_state(self, round_number: int) -> dict[str, Tensor] | None:
+        """The state with which this client starts a round: the newest of the rounds before; None if it has none."""
+        versions = self._versions(before=round_number)
+        return load_tensors(self._state_path(versions[-1])) if versions else None
+
+    def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep other tensors, e.g. the data that a defence made."""
+        self._make()
+        save_tensors(self.path / f"{name}.safetensors", tensors, mode=0o600)
+
+    def load(self, name: str) -> dict[str, Tensor] | None:
+        """Tensors kept by `save`, or None."""
+        path = self.path / f"{name}.safetensors"
+        return load_tensors(path) if path.exists() else None
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise RunFolderError(f"{self.path} could not be made: {error.strerror or error}.") from error
+
+    def _state_path(self, round_number: int) -> Path:
+        return self.path / f"state-{round_number:06d}.safetensors"
+
+    def _versions(self, before: int) -> list[int]:
+        found = (int(path.stem.removeprefix("state-")) for path in self.path.glob("state-*.safetensors"))
+        return sorted(version for version in found if version < before)

@@ -1,0 +1,53 @@
+"""Checks of settings: each returns nothing or raises one sentence with the rule and the value."""
+
+import math
+from collections.abc import Iterable
+
+from gradveil.errors import ConfigError, UnknownNameError
+
+
+def in_range(
+    name: str,
+    value: float,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> None:
+    """Raise unless ``value`` is a finite number between ``low`` and ``high``.
+
+    Example:
+        >>> in_range("fraction", 0.5, 0, 1)
+        >>> in_range("fraction", float("nan"), 0, 1)
+        Traceback (most recent call last):
+        gradveil.errors.ConfigError: fraction must be in [0, 1], got nan.
+        >>> in_range("lr", 0, 0, open_low=True)
+        Traceback (most recent call last):
+        gradveil.errors.ConfigError: lr must be more than 0, got 0.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    above = number and (value > low if open_low else value >= low)
+    below = number and (value < high if open_high else value <= high)
+    if above and below:
+        return
+    if math.isinf(high):
+        rule = "a finite number" if math.isinf(low) else f"{'more than' if open_low else 'at least'} {low:g}"
+    elif math.isinf(low):
+        rule = f"{'less than' if open_high else 'at most'} {high:g}"
+    else:
+        rule = f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+    raise ConfigError(f"{name} must be {rule}, got {value}.")
+
+
+def one_of(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise unless ``value`` is one of ``choices``.
+
+    Example:
+        >>> one_of("init", "unifrom", ["default", "uniform"])
+        Traceback (most recent call last):
+        gradveil.errors.UnknownNameError: Unknown init 'unifrom'. Did you mean 'uniform'? Known: default, uniform.
+    """
+    known = list(choices)
+    if value not in known:
+        raise UnknownNameError(name, value, known)

@@ -1,0 +1,40 @@
+"""Run a defence's own tests once for each hook it overrides, with that hook made to do nothing: each run must fail.
+
+As a program: ``python -m tests.contracts.sabotage NAME`` prints the hooks whose loss went unnoticed, and exits with 1.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradveil.defences import HOOKS, Defence
+from gradveil.registry import components
+
+TESTS = Path(__file__).parents[1] / "defences"
+
+
+def unnoticed(name, tests=None):
+    """The overridden hooks of a defence that its tests do not miss."""
+    cls = components("defences")[name]
+    file = tests or TESTS / f"test_{name.replace('-', '_')}.py"
+    quiet = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-summary", str(file)]
+    if pytest.main(quiet) != pytest.ExitCode.OK:
+        return ["(its tests fail as they are)"]
+    survivors = []
+    for hook in HOOKS:
+        if hook in vars(cls):
+            kept = vars(cls)[hook]
+            setattr(cls, hook, vars(Defence)[hook])
+            try:
+                if pytest.main(quiet) == pytest.ExitCode.OK:
+                    survivors.append(hook)
+            finally:
+                setattr(cls, hook, kept)
+    return survivors
+
+
+if __name__ == "__main__":
+    survivors = unnoticed(sys.argv[1], *(Path(path) for path in sys.argv[2:]))
+    sys.stderr.write(f"unnoticed: {survivors}\n")
+    sys.exit(1 if survivors else 0)

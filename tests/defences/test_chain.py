@@ -1,0 +1,127 @@
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.defences import HOOKS, Chain, Client, Defence, Server, build_defence
+from gradveil.errors import UnknownNameError
+from gradveil.types import Batch, Update
+
+
+@dataclass(frozen=True)
+class Affine(Defence):
+    """Every hook is x -> factor * x + shift on what it gets; two of them do not commute."""
+
+    factor: float = 2.0
+    shift: float = 0.0
+
+    def _apply(self, tensor):
+        return tensor * self.factor + self.shift
+
+    def _note(self, side):
+        side.state["seen"] = side.state.get("seen", torch.zeros(())) + self.factor
+
+    def on_model(self, model, rng):
+        return nn.Sequential(model, nn.Threshold(self.factor, self.shift))
+
+    def private(self, name):
+        return name == f"secret{self.factor:g}"
+
+    def on_data(self, data, client):
+        self._note(client)
+        return replace(data, images=self._apply(data.images))
+
+    def on_batch(self, batch, client):
+        return replace(batch, images=self._apply(batch.images) + client.public["x"])
+
+    def on_gradient(self, gradient, batch, client):
+        return {name: self._apply(tensor) for name, tensor in gradient.items()}
+
+    def on_update(self, update, client):
+        return update.map(self._apply)
+
+    def on_server(self, update, server):
+        self._note(server)
+        return update.map(self._apply)
+
+    def early_clients(self, num_clients):
+        return (0, int(self.factor))
+
+    def public(self, early, server):
+        return {"x": torch.tensor(self.factor * 100)}
+
+
+FIRST, SECOND = Affine(2.0, 1.0), Affine(3.0, 5.0)
+CHAIN = Chain((FIRST, SECOND))
+ONE = torch.ones(1)
+BATCH = Batch(ONE.view(1, 1, 1, 1), torch.zeros(1).long(), torch.zeros(1) > 0)
+
+
+def sides():
+    public = {"0.x": torch.tensor(10.0), "1.x": torch.tensor(1000.0)}
+    client = Client(1, 1, nn.Identity(), {}, BATCH, public, {}, torch.Generator())
+    return client, Server(1, nn.Identity(), public, {}, torch.Generator())
+
+
+def test_hooks_on_the_device_run_in_order():
+    client, _ = sides()
+    assert CHAIN.on_data(BATCH, client).images.item() == (1 * 2 + 1) * 3 + 5
+    assert CHAIN.on_gradient({"w": ONE}, BATCH, client)["w"].item() == 14
+    assert CHAIN.on_update(Update({"w": ONE}, 1), client).tensors["w"].item() == 14
+
+
+def test_the_server_undoes_the_last_first():
+    _, server = sides()
+    assert CHAIN.on_server(Update({"w": ONE}, 1), server).tensors["w"].item() == (1 * 3 + 5) * 2 + 1
+
+
+def test_each_member_sees_its_own_broadcast():
+    client, server = sides()
+    assert CHAIN.on_batch(BATCH, client).images.item() == ((1 * 2 + 1) + 10) * 3 + 5 + 1000
+    assert CHAIN.public({}, server) == {"0.x": torch.tensor(200.0), "1.x": torch.tensor(300.0)}
+
+
+def test_each_member_has_its_own_state():
+    client, server = sides()
+    for _ in range(2):
+        CHAIN.on_data(BATCH, client)
+        CHAIN.on_server(Update({"w": ONE}, 1), server)
+    assert client.state == server.state == {"0.seen": torch.tensor(4.0), "1.seen": torch.tensor(6.0)}
+
+
+def test_models_nest_and_private_names_and_early_clients_join():
+    model = CHAIN.on_model(nn.Identity(), torch.Generator())
+    assert [layer.threshold for layer in model.modules() if isinstance(layer, nn.Threshold)] == [2.0, 3.0]
+    assert model[1].threshold == 3.0
+    assert [CHAIN.private(name) for name in ("secret2", "secret3", "other")] == [True, True, False]
+    assert CHAIN.early_clients(9) == (0, 2, 3)
+
+
+def test_a_chain_asks_for_the_hooks_of_its_members():
+    assert all(CHAIN.overrides(hook) for hook in HOOKS)
+    assert not any(Chain().overrides(hook) for hook in HOOKS)
+    assert not any(build_defence("none+none").overrides(hook) for hook in HOOKS)
+
+
+def test_a_state_part_behaves_as_a_mapping():
+    client, _ = sides()
+    seen = {}
+
+    class Probe(Defence):
+        def on_update(self, update, client):
+            client.state["a"], client.state["b"] = ONE, ONE
+            del client.state["a"]
+            seen["keys"], seen["length"] = list(client.state), len(client.state)
+            return update
+
+    Chain((Probe(), Probe())).on_update(Update({}, 1), client)
+    assert seen == {"keys": ["b"], "length": 1}
+    assert set(client.state) == {"0.b", "1.b"}
+
+
+def test_text_round_trip_and_bad_names():
+    assert build_defence("none+none") == Chain((build_defence("none"),) * 2)
+    assert build_defence("none+none").spec == "none+none"
+    with pytest.raises(UnknownNameError, match="nonne"):
+        build_defence("none+nonne")

@@ -1,0 +1,153 @@
+"""One small defence for each hook, to prove that the simulation calls it, where and when it should.
+
+They are named on the command line as any user's own: ``tests/probes.py:Halve``.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from gradveil.defences import Defence
+from gradveil.types import Batch, Update
+
+
+@dataclass(frozen=True)
+class Scale(Defence):
+    """on_update and state: multiplies the update, and counts on the device how often it did."""
+
+    factor: float = 0.5
+
+    def on_update(self, update, client):
+        client.state["times"] = client.state.get("times", torch.zeros(())) + 1
+        return update.map(lambda tensor: tensor * self.factor)
+
+
+@dataclass(frozen=True)
+class EchoState(Defence):
+    """state: sends the number of rounds this client has trained, in every entry of its update."""
+
+    def on_update(self, update, client):
+        client.state["times"] = client.state.get("times", torch.zeros(())) + 1
+        return update.map(lambda tensor: torch.full_like(tensor, float(client.state["times"])))
+
+
+@dataclass(frozen=True)
+class Constant(Defence):
+    """on_gradient: every entry of the gradient is one."""
+
+    def on_gradient(self, gradient, batch, client):
+        assert not any(torch.equal(tensor, torch.ones_like(tensor)) for tensor in gradient.values())
+        return {name: torch.ones_like(tensor) for name, tensor in gradient.items()}
+
+
+@dataclass(frozen=True)
+class Blacken(Defence):
+    """on_data: makes a client's images black, once, and notes in its state how often it was asked."""
+
+    def on_data(self, data, client):
+        client.state["asked"] = client.state.get("asked", torch.zeros(())) + 1
+        return replace(data, images=torch.zeros_like(data.images))
+
+    def on_update(self, update, client):
+        assert client.data.images.abs().sum() == 0
+        return update.map(lambda tensor: torch.full_like(tensor, float(client.state["asked"])))
+
+
+@dataclass(frozen=True)
+class BlackBatch(Defence):
+    """on_batch: makes each batch black and its labels soft."""
+
+    def on_batch(self, batch, client):
+        soft = torch.full((len(batch), 10), 0.1)
+        return Batch(torch.zeros_like(batch.images), soft, batch.sensitive)
+
+
+@dataclass(frozen=True)
+class Pack(Defence):
+    """on_update and on_server: sends all tensors as one, under another name, and unpacks them at the server."""
+
+    def on_update(self, update, client):
+        packed = torch.cat([tensor.reshape(-1) for tensor in update.tensors.values()])
+        return Update({"packed": packed}, update.num_examples, update.buffers)
+
+    def on_server(self, update, server):
+        tensors, rest = {}, update.tensors["packed"]
+        for name, parameter in server.model.named_parameters():
+            tensors[name], rest = rest[: parameter.numel()].view(parameter.shape), rest[parameter.numel() :]
+        return replace(update, tensors=tensors)
+
+
+@dataclass(frozen=True)
+class Guard(Defence):
+    """early_clients and public: client 0 trains first; all others send its update in place of theirs."""
+
+    def early_clients(self, num_clients):
+        return (0,)
+
+    def public(self, early, server):
+        return dict(early[0].tensors)
+
+    def on_update(self, update, client):
+        if client.id == 0:
+            assert not client.public
+            return update
+        return replace(update, tensors=dict(client.public))
+
+
+class Locked(nn.Module):
+    """A network behind a private scale for each channel."""
+
+    def __init__(self, body, lock):
+        super().__init__()
+        self.body, self.lock = body, nn.Parameter(lock)
+
+    def forward(self, images):
+        return self.body(images * self.lock.view(-1, 1, 1))
+
+
+@dataclass(frozen=True)
+class Lock(Defence):
+    """on_model and private: puts a private parameter before the network."""
+
+    def on_model(self, model, rng):
+        return Locked(model, 0.5 + torch.rand(1, generator=rng))
+
+    def private(self, name):
+        return name == "lock"
+
+
+@dataclass(frozen=True)
+class Refuse(Defence):
+    """Raises: an update that can't be protected is not sent."""
+
+    def on_update(self, update, client):
+        from gradveil.errors import DefenceError
+
+        raise DefenceError("refuse must not be asked, got an update.")
+
+
+@dataclass(frozen=True)
+class Crash(Defence):
+    """Ends the process that trains, as the operating system does when memory runs out."""
+
+    def on_update(self, update, client):
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Bug(Defence):
+    """An ordinary programming error."""
+
+    def on_update(self, update, client):
+        return update.no_such_attribute
+
+
+def factory(shape, num_classes, width="3"):
+    """A user's own model: a frozen scale, a convolution and a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(shape[0], int(width), 3, stride=4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(num_classes)
+    )
