@@ -25,7 +25,7 @@ def test_the_tree_in_the_docstring_is_the_tree_of_the_classes():
 
 @pytest.mark.parametrize("name", sorted(TREE.keys() - {"UnknownNameError"}))
 def test_each_error_ends_the_command_line_with_one_line_and_its_code(name, monkeypatch, capsys):
-    def fails():
+    def fails(*_args, **_options):
         raise TREE[name]("[bold]x[/bold] must be y, got z.")
 
     monkeypatch.setattr(cli, "app", fails)
@@ -40,7 +40,7 @@ def test_each_error_ends_the_command_line_with_one_line_and_its_code(name, monke
 def test_a_long_message_stays_one_line(monkeypatch, capsys):
     message = "word " * 200 + "end."
 
-    def fails():
+    def fails(*_args, **_options):
         raise GradveilError(message)
 
     monkeypatch.setattr(cli, "app", fails)
@@ -50,7 +50,7 @@ def test_a_long_message_stays_one_line(monkeypatch, capsys):
 
 
 def test_an_unknown_name_is_shown_as_a_config_error(monkeypatch, capsys):
-    def fails():
+    def fails(*_args, **_options):
         raise UnknownNameError("model", "lenet6", ["mlp", "lenet5"])
 
     monkeypatch.setattr(cli, "app", fails)
@@ -63,7 +63,7 @@ def test_an_unknown_name_is_shown_as_a_config_error(monkeypatch, capsys):
 
 
 def test_an_error_nobody_foresaw_is_not_swallowed(monkeypatch):
-    def fails():
+    def fails(*_args, **_options):
         raise ZeroDivisionError
 
     monkeypatch.setattr(cli, "app", fails)

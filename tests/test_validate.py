@@ -73,5 +73,5 @@ def test_a_choice_is_one_of_the_choices(value, choices):
     if value in choices:
         assert one_of("x", value, iter(choices)) is None
     else:
-        with pytest.raises(UnknownNameError, match="^Unknown x "):
+        with pytest.raises(UnknownNameError, match=r"^Unknown x "):
             one_of("x", value, iter(choices))

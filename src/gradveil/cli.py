@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed on the way, 2 bad usage or bad input.
 import dataclasses
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,9 +33,13 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets: what there is, whe
 app.add_typer(data_app, name="data")
 
 DataRoot = Annotated[
-    Path | None, typer.Option(help="Folder of the data sets; else GRADVEIL_DATA, else the user's cache.")
+    Path | None, typer.Option("--data-root", help="Folder of the data sets; else GRADVEIL_DATA, else the user's cache.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+INTERRUPTED = 130
+"""What typer makes of Ctrl-C."""
 
 
 def main() -> None:
@@ -45,9 +50,10 @@ def main() -> None:
         _fail(error, 1)
     except GradveilError as error:
         _fail(error, 2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Stopped. What was finished is saved: run again with --resume.")
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            typer.echo("Stopped. What was finished is saved: run again with --resume.", err=True)
+        raise
 
 
 def _fail(error: GradveilError, code: int) -> None:
@@ -61,7 +67,9 @@ def _print(document: object) -> None:
 
 
 def _show(table: Table) -> None:
-    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+    for column in table.columns:
+        column.overflow = "fold"
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
 
 @app.command("list")
@@ -135,7 +143,10 @@ def verify_data(
     root: DataRoot = None,
     as_json: Json = False,
 ) -> None:
-    """Check the files of a data set: checksums where the authors publish them, structure elsewhere."""
+    """Check the files of a data set: checksums where the authors publish them, structure elsewhere.
+
+    Exit code 2 where a file is corrupt, or where nothing of the named set is there.
+    """
     place = data_root(root)
     if name and name not in components("datasets") and ("." in name or "/" in name):
         dataset = load_dataset(name, place)
@@ -143,7 +154,7 @@ def verify_data(
     else:
         names = [name] if name else list(components("datasets"))
         rows = [
-            {"dataset": n, "file": str(finding.file), "status": finding.status, "detail": finding.detail}
+            {"dataset": n, "file": _below(finding.file, place), "status": finding.status, "detail": finding.detail}
             for n in names
             for finding in verify(build(NamedSet, n), place)
         ]
@@ -151,12 +162,18 @@ def verify_data(
         _print({"root": str(place), "files": rows})
     else:
         table = Table("data set", "file", "status", "detail", title=f"data root: {place}", title_justify="left")
+        for column in table.columns:
+            column.overflow = "fold"
         for row in rows:
             table.add_row(*row.values())
         _show(table)
-    bad = {"corrupt", "missing"} if name else {"corrupt"}
-    if any(row["status"] in bad for row in rows):
+    states = {row["status"] for row in rows}
+    if "corrupt" in states or (name and states == {"missing"}):
         raise typer.Exit(2)
+
+
+def _below(path: Path, root: Path) -> str:
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def _train(
@@ -172,7 +189,9 @@ def _train(
     from gradveil.train import train
 
     given = {key: value for key, value in options.items() if value is not None}
-    saved = read_settings(out / "settings.toml") if resume and (out / "settings.toml").exists() else {}
+    saved = read_settings(out / "settings.toml") if resume and os.path.exists(out / "settings.toml") else {}
+    if resume and not (saved or given or config):
+        raise ConfigError(f"--resume alone needs a run in {out}, got none there. Check --out, or give the settings.")
     settings = make_train_settings({**saved, **(read_settings(config) if config else {}), **given})
     with _progress(settings.rounds) as progress:
         result = train(settings, out, resume=resume, workers=workers, data_root=data_root, progress=progress)
@@ -185,16 +204,18 @@ def _train(
         "loss": last["loss"],
         "accuracy_worst_client": min(row["accuracy_own"] for row in result.clients),
         "seconds": round(result.seconds, 2),
+        "data": result.note or None,
         "report": str(out / "report.html"),
     }
     if as_json:
-        _print({**summary, "note": result.note, "rows": result.rows})
+        _print({**summary, "rows": result.rows})
         return
     table = Table("what", "value", title=f"{settings.model} on {settings.dataset}", title_justify="left")
     for key, value in summary.items():
         if value is not None:
             share = key.startswith("accuracy") and isinstance(value, float)
-            table.add_row(key.replace("_", " "), f"{value:.2%}" if share else str(value))
+            number = f"{value:.2%}" if share else f"{value:.4g}" if isinstance(value, float) else str(value)
+            table.add_row(key.replace("_", " "), number)
     _show(table)
 
 
@@ -246,9 +267,9 @@ def _progress(rounds: int) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("setting up", total=rounds, figures="")
 
-        def show(done: int, row: Mapping[str, Any] | None) -> None:
+        def show(done: int, row: Mapping[str, Any] | None, doing: str) -> None:
             figures = f"accuracy {row['accuracy']:.2%}" if row and row["accuracy"] is not None else ""
-            progress.update(task, completed=done, description="rounds")
+            progress.update(task, completed=done, description=doing)
             if figures:
                 progress.update(task, figures=figures)
 

@@ -13,6 +13,9 @@ from gradveil.errors import ConfigError
 from gradveil.registry import convert
 from gradveil.validate import in_range, one_of
 
+LARGEST = 1e38
+"""Far beyond any sensible rate, and just inside float32."""
+
 
 def setting(default: Any, text: str) -> Any:  # noqa: ANN401 - stands for a value of the field's own type
     """A field with the help text that the command line shows."""
@@ -60,7 +63,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         in_range("clients", self.clients, 1)
         in_range("rounds", self.rounds, 0)
-        in_range("sampled", self.sampled, 0)
+        in_range("sampled", self.sampled, 0, 10_000_000)
         one_of("sampling", self.sampling, ["uniform", "uniform-replace", "size-replace"])
         if self.sampling == "uniform" and self.sampled > self.clients:
             raise ConfigError(
@@ -71,15 +74,15 @@ class TrainSettings:
         one_of("algorithm", self.algorithm, ["fedavg", "fedsgd"])
         in_range("epochs", self.epochs, 1)
         in_range("batch_size", self.batch_size, 0)
-        in_range("lr", self.lr, 0, open_low=True)
+        in_range("lr", self.lr, 0, LARGEST, open_low=True)
         in_range("lr_decay", self.lr_decay, 0, 1, open_low=True)
         for step in self.lr_steps:
             in_range("lr_steps", step, 1)
-        in_range("lr_factor", self.lr_factor, 0, open_low=True)
+        in_range("lr_factor", self.lr_factor, 0, 1, open_low=True)
         in_range("momentum", self.momentum, 0, 1, open_high=True)
         if self.nesterov and not self.momentum:
             raise ConfigError("momentum must be more than 0 for nesterov, got 0.")
-        in_range("weight_decay", self.weight_decay, 0)
+        in_range("weight_decay", self.weight_decay, 0, LARGEST)
         one_of("batch_norm", self.batch_norm, ["average", "local", "freeze"])
         in_range("eval_every", self.eval_every, 1)
         for saved in self.save_rounds:
@@ -123,5 +126,11 @@ def _component_text(key: str, value: object, path: Path) -> object:
     name = settings.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(f"Table [{key}] in {path} must have a name, got {sorted(value)}.")
-    pairs = ",".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items())
+    pairs = ",".join(f"{k}={_setting_text(v)}" for k, v in settings.items())
     return f"{name}:{pairs}" if pairs else name
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, list):
+        return "/".join(map(_setting_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

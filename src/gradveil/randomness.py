@@ -1,6 +1,8 @@
 """Named random streams: every draw comes from a seed and the name of its purpose, never from global state."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,3 +23,17 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
 def stream(seed: int, *purpose: str | int) -> torch.Generator:
     """A CPU generator for one purpose, e.g. ``stream(0, "client", 3, "round", 7)``."""
     return torch.Generator().manual_seed(derive_seed(seed, *purpose))
+
+
+@contextmanager
+def global_stream(seed: int, *purpose: str | int) -> Iterator[None]:
+    """For code that can't be given a generator (layers' initialisation, dropout): torch's own one, put back afterwards.
+
+    Touches the CPU generator alone; `torch.manual_seed` also queues calls for every absent kind of accelerator.
+    """
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(derive_seed(seed, *purpose))
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)

@@ -4,6 +4,7 @@ A component is written ``name:key=value,key=value`` on the command line, in TOML
 `build` turns that text into the object. The user's own come as ``path/file.py:Name:key=value``.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -47,7 +48,9 @@ class Component:
             for field in dataclasses.fields(self)
             if field.init and getattr(self, field.name) != field.default
         ]
-        return ":".join([self.name, ",".join(settings)] if settings else [self.name])
+        cls, module = type(self), sys.modules[type(self).__module__]
+        own = f"{module.__file__}:{cls.__name__}" if module.__name__.startswith("gradveil_own_") else self.name
+        return ":".join([own, ",".join(settings)] if settings else [own])
 
 
 C = TypeVar("C", bound=Component)
@@ -142,7 +145,7 @@ def convert(cls: type[Any], settings: Mapping[str, object], owner: str) -> dict[
             raise UnknownNameError(f"setting of {owner}", key, fields)
         try:
             values[field] = _value(value, hints[field])
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             wanted = getattr(hints[field], "__name__", str(hints[field]))
             raise ConfigError(f"Setting {key} of {owner} must be of type {wanted}, got {value!r}.") from error
     return values
@@ -152,7 +155,11 @@ def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file 
     """The object ``Name`` of the user's file, from ``path/file.py:Name``. Runs that file, as importing it would."""
     path_text, _, attribute = reference.rpartition(":")
     path = Path(path_text).expanduser().resolve()
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError:  # a name too long for the system
+        there = False
+    if not there:
         raise ConfigError(f"{path_text!r} must be a Python file that exists, got no such file.")
     module_name = f"gradveil_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     module = sys.modules.get(module_name)
@@ -163,8 +170,9 @@ def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file 
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_name] = module
         try:
-            module_spec.loader.exec_module(module)
-        except Exception as error:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout carries results only
+                module_spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             raise ConfigError(f"{path_text!r} failed when imported: {type(error).__name__}: {error}.") from error
     if not hasattr(module, attribute):

@@ -1,8 +1,10 @@
 """The folder of a run: settings, rows, checkpoint. Whatever kills the run, the folder is whole and can be resumed."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +20,7 @@ try:
 except ImportError:  # not on Windows: there two runs in one folder are not noticed
     fcntl = None  # type: ignore[assignment]
 
-_RUN_FILES = ("settings.toml", "rows.jsonl", "checkpoint.safetensors")
+_RUN_FILES = ("settings.toml", "rows.jsonl", "checkpoint.safetensors", "clients")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[bytes] | None = None
+        self._identity: dict[str, str] = {}
 
     def __enter__(self) -> "RunFolder":
         try:
@@ -49,6 +52,7 @@ class RunFolder:
             if fcntl is not None:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            self._close()
             raise RunFolderError(f"{self.path} must not be in use, got a run that still writes to it.") from error
         except OSError as error:
             raise RunFolderError(f"{self.path} must be a folder that can be written, got: {error}.") from error
@@ -57,10 +61,16 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         """Release the folder; one that nothing was written to is taken away again."""
         if self._lock is not None:
-            if {entry.name for entry in self.path.iterdir()} == {".lock"}:
-                (self.path / ".lock").unlink()
-                self.path.rmdir()
+            with suppress(OSError):  # the folder may be gone
+                if {entry.name for entry in self.path.iterdir()} == {".lock"}:
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
+            self._close()
+
+    def _close(self) -> None:
+        if self._lock is not None:
             self._lock.close()
+            self._lock = None
 
     def holds_run(self) -> bool:
         """Whether a run was ever started here."""
@@ -79,11 +89,10 @@ class RunFolder:
                 "Add --resume to go on with it, or choose another --out."
             )
         self._check_same_run(settings)
-        checkpoint = self._load(fingerprint)
-        if checkpoint is not None and checkpoint.round > settings.rounds:
-            raise RunFolderError(
-                f"rounds must be at least the {checkpoint.round} that {self.path} has finished, got {settings.rounds}."
-            )
+        self._identity = {"data": fingerprint, "settings": _hash(settings)}
+        checkpoint = self._load()
+        for part in self.path.glob(".*.part"):  # the rest of a write that was killed
+            part.unlink(missing_ok=True)
         write_atomic(self.path / "settings.toml", to_toml(settings))
         rows = checkpoint.rows if checkpoint else []
         write_atomic(self.path / "rows.jsonl", to_lines(rows))
@@ -95,7 +104,6 @@ class RunFolder:
         row: Mapping[str, Any],
         model: Mapping[str, Tensor],
         server_state: Mapping[str, Tensor],
-        fingerprint: str,
     ) -> None:
         """Make a round last: append its row, then replace the checkpoint."""
         path = self.path / "rows.jsonl"
@@ -111,14 +119,18 @@ class RunFolder:
             ) from error
         tensors = {f"model.{name}": tensor for name, tensor in model.items()}
         tensors |= {f"server.{key}": tensor for key, tensor in server_state.items()}
-        save_tensors(self.path / "checkpoint.safetensors", tensors, {"round": str(number), "data": fingerprint})
+        save_tensors(self.path / "checkpoint.safetensors", tensors, {"round": str(number), **self._identity})
 
     def _check_same_run(self, settings: TrainSettings) -> None:
         saved = self.saved_settings()
         if not saved:
             return
-        before = asdict(replace(make_train_settings(saved), rounds=settings.rounds))
-        now = asdict(settings)
+        begun = make_train_settings(saved)
+        if settings.rounds < begun.rounds:
+            raise RunFolderError(
+                f"rounds must be at least the {begun.rounds} that {self.path} was begun with, got {settings.rounds}."
+            )
+        before, now = asdict(replace(begun, rounds=settings.rounds)), asdict(settings)
         changed = [f"{key} = {now[key]!r} (was {before[key]!r})" for key in now if now[key] != before[key]]
         if changed:
             raise RunFolderError(
@@ -126,7 +138,7 @@ class RunFolder:
                 f"in {self.path}. Leave those options out, or choose another --out."
             )
 
-    def _load(self, fingerprint: str) -> Checkpoint | None:
+    def _load(self) -> Checkpoint | None:
         path = self.path / "checkpoint.safetensors"
         if not path.exists():
             return None
@@ -135,17 +147,24 @@ class RunFolder:
             number = int(facts["round"])
         except (KeyError, ValueError) as error:
             raise DataError(f"{path} must be a checkpoint of gradveil, got a file without a round.") from error
-        if facts.get("data") != fingerprint:
+        if facts.get("data") != self._identity["data"]:
             raise RunFolderError(
                 f"A resumed run must have the data it began with, got other data than those of {self.path}. "
                 "Check --data-root and the files of the data set."
             )
+        if facts.get("settings") != self._identity["settings"]:
+            raise RunFolderError(f"{path} must be the checkpoint of a run with these settings, got that of another.")
         return Checkpoint(
             number,
             {key.removeprefix("model."): t for key, t in tensors.items() if key.startswith("model.")},
             {key.removeprefix("server."): t for key, t in tensors.items() if key.startswith("server.")},
             _read_rows(self.path / "rows.jsonl", number),
         )
+
+
+def _hash(settings: TrainSettings) -> str:
+    """A short hash of all settings but the number of rounds, which may grow."""
+    return hashlib.blake2b(to_toml(replace(settings, rounds=0, save_rounds=())), digest_size=16).hexdigest()
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
@@ -156,15 +175,20 @@ def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 def _read_rows(path: Path, last: int) -> list[dict[str, Any]]:
     """The rows up to a round; what follows is of a round that did not finish, perhaps cut in the middle."""
     rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    try:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+    except OSError as error:
+        raise DataError(f"{path} must be a file of rows, got: {error}.") from error
+    for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
             break
-        if row["round"] > last:
+        number = row.get("round") if isinstance(row, dict) else None
+        if not isinstance(number, int) or number > last or "accuracy" not in row:
             break
         rows.append(row)
-    expected = last if not rows or rows[0]["round"] else 1
-    if len(rows) != expected:
-        raise DataError(f"{path} must have a row for each of the {last} finished rounds, got {len(rows)}.")
+    numbers = [row["round"] for row in rows]
+    if numbers not in (list(range(1, last + 1)), list(range(last + 1))):  # from 0 if it began without rounds
+        raise DataError(f"{path} must have a row for each of the {last} finished rounds, got rounds {numbers[:9]}.")
     return rows

@@ -1,7 +1,9 @@
 """Files that are whole or not there: atomic writes, and a device's private folder."""
 
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +29,8 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
             os.fsync(file.fileno())
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise RunFolderError(
             f"{path} could not be written: {error.strerror or error}. What was saved before is untouched; "
             "make room and run again with --resume."
@@ -38,8 +41,20 @@ def save_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, mode: int = 0o644
 ) -> None:
     """Save tensors by name as safetensors, atomically."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomic(path, safetensors.torch.save(plain, dict(metadata) if metadata else None), mode=mode)
+    write_atomic(path, to_safetensors(tensors, metadata), mode=mode)
+
+
+def to_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The safetensors form, the same bytes for the same content; tensors may share memory."""
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    packed = safetensors.torch.save(plain, dict(metadata) if metadata else None)
+    size = int.from_bytes(packed[:8], "little")
+    header = json.loads(packed[8 : 8 + size])  # safetensors writes the texts in random order
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + packed[8 + size :]
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

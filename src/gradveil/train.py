@@ -39,8 +39,8 @@ class TrainResult:
     note: str
 
 
-Progress = Callable[[int, Mapping[str, Any] | None], None]
-"""Called with the number of finished rounds and the last row, at the start and after each round."""
+Progress = Callable[[int, Mapping[str, Any] | None, str], None]
+"""Called with the number of finished rounds, the last row and what is being done, at each change of these."""
 
 
 def train(
@@ -50,7 +50,7 @@ def train(
     resume: bool = False,
     workers: int | None = None,
     data_root: Path | None = None,
-    progress: Progress = lambda done, row: None,
+    progress: Progress = lambda done, row, doing: None,
 ) -> TrainResult:
     """Train a federated model and leave everything in ``out``; goes on with the run there if ``resume``.
 
@@ -62,20 +62,20 @@ def train(
         RunFolder(out) as folder,
         Simulation(settings, data_root=data_root, workers=workers, clients_folder=out / "clients") as simulation,
     ):
-        fingerprint = _fingerprint(simulation.dataset)
-        checkpoint = folder.begin(settings, fingerprint, resume=resume)
+        checkpoint = folder.begin(settings, _fingerprint(simulation.dataset), resume=resume)
         rows: list[dict[str, Any]] = []
         done = 0
         if checkpoint is not None:
             simulation.resume(checkpoint.model, checkpoint.server_state)
             rows, done = list(checkpoint.rows), checkpoint.round
-        progress(done, rows[-1] if rows else None)
+        progress(done, rows[-1] if rows else None, "training")
         if not (rows and settings.rounds == 0):
             for row in simulation.run(done + 1, lambda played: _save_round(out, played, settings)):
                 number = int(str(row["round"]))
-                folder.commit(number, row, simulation.model, simulation.server_state, fingerprint)
+                folder.commit(number, row, simulation.model, simulation.server_state)
                 rows.append(row)
-                progress(number, row)
+                progress(number, row, "training")
+        progress(settings.rounds, rows[-1], "scoring clients")
         clients = simulation.client_rows(settings.rounds)
         save_tensors(
             out / "model.safetensors", simulation.model, {"round": str(settings.rounds), "model": settings.model}
@@ -83,6 +83,7 @@ def train(
         write_atomic(out / "clients.jsonl", to_lines(clients))
         draw_curves(rows, out)
         write_page(out, settings, rows, clients, simulation.dataset.note)
+        progress(settings.rounds, rows[-1], "done")
         return TrainResult(out, rows, clients, time.perf_counter() - started, simulation.dataset.note)
 
 

@@ -26,7 +26,8 @@ def in_range(
         Traceback (most recent call last):
         gradveil.errors.ConfigError: lr must be more than 0, got 0.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    whole = isinstance(value, int) and not isinstance(value, bool)  # compared as it is: it may exceed all floats
+    number = whole or (isinstance(value, float) and math.isfinite(value))
     above = number and (value > low if open_low else value >= low)
     below = number and (value < high if open_high else value <= high)
     if above and below:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from gradveil.client import LocalSettings, Score, score, train_locally
@@ -16,7 +15,7 @@ from gradveil.errors import ConfigError
 from gradveil.flat import FlatModel
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import Normalisation
-from gradveil.randomness import derive_seed, stream
+from gradveil.randomness import global_stream, stream
 from gradveil.server import ScoreRequest
 from gradveil.storage import PrivateFolder
 from gradveil.types import Batch, Tensors, Update
@@ -37,8 +36,7 @@ def make_network(
 
 def defended(network: nn.Module, defence: Defence, seed: int, owner: str) -> nn.Module:
     """The network after ``on_model`` with the owner's random stream; torch's global generator is left as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "on_model", owner, "global"))
+    with global_stream(seed, "on_model", owner, "global"):
         return defence.on_model(network, stream(seed, "on_model", owner))
 
 
@@ -124,8 +122,7 @@ class Devices:
         if self._defence.overrides("on_data"):
             client = self._with_defended_data(client, folder)
         order = stream(seed, "batches", number, "round", round_number)
-        with torch.random.fork_rng(devices=[]), _explain_single_image():
-            torch.manual_seed(derive_seed(seed, "layers", number, "round", round_number))  # dropout draws globally
+        with global_stream(seed, "layers", number, "round", round_number), _explain_single_image():
             update = train_locally(self._net, received, client, self._defence, self._how, lr, order)
         private = {f"model.{name}": tensor for name, tensor in self._net.private_tensors().items()}
         if private or state or had_state:

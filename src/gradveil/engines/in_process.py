@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
-import torch
 from torch import Tensor, nn
 
 from gradveil.client import Score
@@ -17,7 +15,7 @@ from gradveil.types import Tensors, Update
 
 
 class InProcess:
-    """Trains with a single torch thread, so that the bits are those of the worker processes."""
+    """Runs each client in turn, with what was broadcast in memory."""
 
     def __init__(
         self,
@@ -28,17 +26,7 @@ class InProcess:
         folder: Path,
     ) -> None:
         self._data = data
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         self._devices = Devices(settings, data, defence, network, folder)
-
-    def __enter__(self) -> "InProcess":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        torch.set_num_threads(self._threads)
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float

@@ -1,9 +1,10 @@
 """The embedded federated simulation: data, clients, server and engine put together."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -18,7 +19,7 @@ from gradveil.defences import Defence, build_defence
 from gradveil.engines.devices import defended, is_private, make_network
 from gradveil.engines.in_process import InProcess
 from gradveil.engines.workers import Blueprint, Workers
-from gradveil.errors import ConfigError, RunFolderError
+from gradveil.errors import ConfigError, DivergedError, RunFolderError
 from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation
 from gradveil.server import Engine, Round, ScoreRequest, learning_rate, play_round
@@ -80,6 +81,7 @@ class Simulation:
         self.server_state: dict[str, Tensor] = {}
         self.sizes = self.data.sizes
         self._stack = ExitStack()
+        self._stack.enter_context(_single_thread())
         folder = clients_folder or Path(self._stack.enter_context(TemporaryDirectory(prefix="gradveil-clients-")))
         self.num_workers = 0 if live or device.type != "cpu" else _num_workers(workers, settings)
         self.engine: Engine
@@ -87,7 +89,7 @@ class Simulation:
             blueprint = Blueprint(settings, shape, num_classes, normalisation, folder)
             self.engine = self._stack.enter_context(Workers(blueprint, self.data, self.net, self.num_workers))
         else:
-            self.engine = self._stack.enter_context(InProcess(settings, self.data, self.defence, build_network, folder))
+            self.engine = InProcess(settings, self.data, self.defence, build_network, folder)
 
     def __enter__(self) -> "Simulation":
         return self
@@ -165,14 +167,28 @@ class Simulation:
         requests += [ScoreRequest("test")] if views != (None,) else []
         scores = self.engine.score(number, requests, self.model)
         test, rest = scores[: len(views)], scores[len(views) :]
+        loss = sum(score.loss for score in test) / len(test)
+        if not math.isfinite(loss):
+            raise DivergedError(f"The test loss must stay finite, got {loss}: the training diverged. Lower --lr.")
         figures: dict[str, float | None] = dict.fromkeys(_FIGURES)
         figures["accuracy"] = sum(score.accuracy for score in test) / len(test)
-        figures["loss"] = sum(score.loss for score in test) / len(test)
+        figures["loss"] = loss
         if has_sensitive:
             figures["accuracy_sensitive"] = sum(score.accuracy for score in rest[: len(views)]) / len(views)
         if views != (None,):
             figures["accuracy_server"] = scores[-1].accuracy
         return figures
+
+
+@contextmanager
+def _single_thread() -> Iterator[None]:
+    """One torch thread: the bits are those of a worker, and no idle thread spins on the workers' cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 _FIGURES = ("accuracy", "loss", "accuracy_sensitive", "accuracy_server")
@@ -185,8 +201,8 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _device(text: str) -> torch.device:
     try:
         device = torch.device(text)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ConfigError(
             f"device must be one that torch can use here, got {text!r}: {str(error).splitlines()[0]}"
         ) from error
@@ -236,6 +252,12 @@ def _check_output(module: nn.Module, dataset: Dataset, device: torch.device) -> 
         raise ConfigError(
             f"The model must take images of shape {dataset.shape}, got {type(error).__name__}: {error}."
         ) from error
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"The model must return (N, {dataset.num_classes}) for this data set, got a {type(output).__name__}."
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError("The model must have parameters to train, got a model without any.")
     if tuple(output.shape) != (2, dataset.num_classes):
         raise ConfigError(
             f"The model must return (N, {dataset.num_classes}) for this data set, got {tuple(output.shape)} for N = 2."

@@ -31,6 +31,7 @@ from gradveil.engines.devices import CHUNK, Devices, make_network
 from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation
 from gradveil.server import ScoreRequest
+from gradveil.storage import to_safetensors
 from gradveil.types import Tensors, Update
 
 R = TypeVar("R")
@@ -84,10 +85,17 @@ class Workers:
         self._data, self._net = data, net
         self._scratch = tempfile.TemporaryDirectory(prefix="gradveil-")
         folder = Path(self._scratch.name)
-        data.save(folder)
         rows, size = 1 + 2 * _AHEAD * num_workers, net.shared.stop - net.shared.start
-        dtype = torch.empty(0, dtype=net.values.dtype).numpy().dtype
-        self._vectors = np.lib.format.open_memmap(folder / "vectors.npy", "w+", dtype, (rows, size))
+        try:
+            data.save(folder)
+            np.save(folder / "vectors.npy", np.zeros((rows, size), net.values[:0].numpy().dtype))
+        except OSError as error:
+            self._scratch.cleanup()
+            raise errors.RunFolderError(
+                f"{folder} must have room for the workers' data, got: {error.strerror or error}. "
+                "Make room, set TMPDIR to another place, or use --workers 0."
+            ) from error
+        self._vectors = np.load(folder / "vectors.npy", mmap_mode="r+")
         self._free_rows = list(range(1, rows))
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -138,7 +146,7 @@ class Workers:
 
     def _begin(self, round_number: int, model: Tensors, public: Tensors, lr: float) -> None:
         self._vectors[0] = self._net.shared_vector(model).numpy()
-        message = _Begin(round_number, lr, _pack(public))
+        message = _Begin(round_number, lr, to_safetensors(public))
         for pipe in self._pipes:
             self._send(pipe, message)
 
@@ -220,7 +228,7 @@ def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
                     update = devices.train(task.client, begin.round_number, received, public, begin.lr)
                     vector = devices.net.to_vector(update)
                     if vector is None:
-                        result = (_pack(update.tensors), update.num_examples, _pack(update.buffers))
+                        result = (to_safetensors(update.tensors), update.num_examples, to_safetensors(update.buffers))
                     else:
                         vectors[row] = vector.detach().cpu().numpy()
                         result = update.num_examples
@@ -252,10 +260,6 @@ def _keep_freed_memory() -> None:
         return
     for parameter, value in ((-3, 1 << 30), (-1, (1 << 31) - 1), (-2, 1 << 28)):  # mmap, trim threshold; top pad
         mallopt(parameter, value)
-
-
-def _pack(tensors: Tensors) -> bytes:
-    return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
 
 
 def _read_score(result: object, row: int) -> Score:

@@ -4,6 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gradveil.errors import ConfigError
-from gradveil.randomness import derive_seed
+from gradveil.randomness import global_stream
 from gradveil.registry import Component, build, load_own, parse_spec
 from gradveil.validate import in_range, one_of
 
@@ -49,9 +50,16 @@ class Normalisation:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Normalise images (N, C, H, W)."""
-        mean = images.new_tensor(self.mean).view(-1, 1, 1)
-        std = images.new_tensor(self.std).view(-1, 1, 1)
+        mean, std = _columns(self, images.dtype, images.device)
         return (images - mean) / std
+
+
+@cache
+def _columns(normalisation: Normalisation, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and std as (C, 1, 1) tensors, made once: this runs in every step of every client."""
+    with torch.inference_mode(False):
+        mean = torch.tensor(normalisation.mean, dtype=dtype, device=device).view(-1, 1, 1)
+        return mean, torch.tensor(normalisation.std, dtype=dtype, device=device).view(-1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -116,8 +124,7 @@ def create_model(
         raise ConfigError(
             f"Normalisation must have one number for each of the {shape[0]} channels, got {len(normalisation.mean)}."
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "model"))
+    with global_stream(seed, "model"):
         if ".py:" in spec:
             network = _create_own(spec, shape, num_classes)
         else:
@@ -156,7 +163,10 @@ def _create_own(spec: str, shape: tuple[int, int, int], num_classes: int) -> nn.
         return _create_component(spec, shape, num_classes)
     if not callable(factory):
         raise ConfigError(f"{reference!r} must be a function or class that returns a torch.nn.Module, got {factory!r}.")
-    signature = inspect.signature(factory)
+    try:
+        signature = inspect.signature(factory)
+    except ValueError as error:
+        raise ConfigError(f"{reference!r} must be a function or class written in Python, got {factory!r}.") from error
     offered = {"shape": shape, "num_classes": num_classes}
     arguments = {**{key: value for key, value in offered.items() if key in signature.parameters}, **settings}
     called = f"({', '.join(arguments) or 'nothing'})"
