@@ -50,7 +50,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 def run_flower(rounds: int) -> list[float]:
-    """Times at which rounds ended; an actor a core."""
+    """The time at which data and libraries were loaded, and those at which rounds ended; an actor a core."""
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     ends_file = Path(tempfile.mkdtemp()) / "ends"
     server_app = ServerApp()
@@ -74,5 +74,6 @@ def run_flower(rounds: int) -> list[float]:
         strategy.start(grid=grid, initial_arrays=arrays, num_rounds=rounds)
 
     backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": os.cpu_count()}}
+    ready = time.time()
     run_simulation(server_app, client_app, num_supernodes=CLIENTS, backend_config=backend)
-    return [float(line) for line in ends_file.read_text().split()]
+    return [ready, *(float(line) for line in ends_file.read_text().split())]
