@@ -7,7 +7,7 @@ from pathlib import Path
 import gradveil
 
 ORDER = [
-    "errors", "validate", "randomness", "types", "registry", "config", "storage", "data", "models", "flat", "defences",
+    "errors", "validate", "randomness", "types", "registry", "config", "storage", "data", "models", "grads", "flat", "defences",
     "client", "server", "engines", "report", "run_folder", "train", "cli",
 ]  # fmt: skip
 SOURCE = Path(gradveil.__file__).parent

@@ -1,0 +1,326 @@
+"""Per-example parameter gradients, fast and differentiable again: the engine room of attacks and defences.
+
+All examples share the weights, so one batched forward and one batched backward suffice: the layers' inputs and the
+gradients of their outputs are captured, and each layer's weight gradient is a small product of the two
+(Goodfellow 2015, https://arxiv.org/abs/1510.01799; convolutions by unfolding, as Opacus does). With
+``create_graph=True`` the result can be differentiated once more, which gradient matching needs.
+
+Layers with a rule of their own: Linear, Conv2d, BatchNorm (evaluation mode), GroupNorm, LayerNorm. Any other layer
+takes `torch.func.vmap` over its own backward, and so does a network as a whole whose parameters are not all reached.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil.errors import ConfigError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Takes outputs (N, classes) and labels; returns one loss an example, (N,)."""
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each example; labels are classes (N,) or probabilities (N, classes)."""
+    return F.cross_entropy(outputs, labels, reduction="none")
+
+
+def example_gradients(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    group_size: int = 1,
+    loss: Loss = cross_entropy,
+    create_graph: bool = False,
+) -> dict[str, Tensor]:
+    """The gradient of each group's mean loss, by parameter name.
+
+    Args:
+        network: in evaluation mode where it has BatchNorm, which else mixes the examples.
+        images: (N, C, H, W).
+        labels: (N,) or (N, classes).
+        group_size: examples a group, N a multiple of it; 1 gives per-example gradients.
+        loss: one loss an example.
+        create_graph: whether the result can be differentiated with respect to images and labels.
+
+    Returns:
+        For each parameter that requires a gradient a tensor (N / group_size, its shape).
+    """
+    if len(images) % group_size:
+        raise ConfigError(f"group_size must divide the {len(images)} examples, got {group_size}.")
+    _refuse_mixing_layers(network)
+    wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    gradients = _by_layers(network, images, labels, group_size, loss, create_graph, wanted)
+    if gradients is None:
+        gradients = _by_vmap(network, images, labels, group_size, loss, wanted)
+    return gradients if create_graph else {name: tensor.detach() for name, tensor in gradients.items()}
+
+
+def _by_layers(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    group_size: int,
+    loss: Loss,
+    create_graph: bool,
+    wanted: dict[str, nn.Parameter],
+) -> dict[str, Tensor] | None:
+    """Gradients from captured inputs and output gradients; None where some parameter is not reached by its layer."""
+    layers = {name: layer for name, layer in network.named_modules() if _own_parameters(layer)}
+    if any(_own_parameters(layer) and list(layer.children()) for layer in layers.values()):
+        return None
+    calls, downstream = _run(
+        network, layers, lambda outputs: loss(outputs, labels).sum() / group_size, images, create_graph
+    )
+    if any(len(call.inputs) != 1 or len(call.inputs[0]) != len(images) for call in calls):
+        return None
+    found: dict[str, Tensor] = {}
+    for call, gradient in zip(calls, downstream, strict=True):
+        prefix = f"{call.name}." if call.name else ""
+        own = {} if gradient is None else _layer_gradient(layers[call.name], call.inputs[0], gradient)
+        for key, value in own.items():
+            grouped = _grouped(value, group_size).sum(1) if group_size > 1 else value
+            full = prefix + key
+            found[full] = found[full] + grouped if full in found else grouped  # a layer may be used twice
+    aliases = {full: name for name, parameter in wanted.items() for full in found if _same(network, full, parameter)}
+    if set(aliases.values()) != set(wanted):
+        return None
+    gradients: dict[str, Tensor] = {}
+    for full, name in aliases.items():  # tied parameters: the sum over all their names
+        gradients[name] = gradients[name] + found[full] if name in gradients else found[full]
+    return {name: gradients[name] for name in wanted}
+
+
+def _by_vmap(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    group_size: int,
+    loss: Loss,
+    wanted: dict[str, nn.Parameter],
+) -> dict[str, Tensor]:
+    """The slow and general way: each group's gradient of the whole network under vmap."""
+
+    def group_loss(parameters: dict[str, Tensor], group: Tensor, group_labels: Tensor) -> Tensor:
+        return loss(torch.func.functional_call(network, parameters, (group,)), group_labels).mean()
+
+    each = torch.func.vmap(torch.func.grad(group_loss), in_dims=(None, 0, 0), randomness="error")
+    result: dict[str, Tensor] = each(dict(wanted), _grouped(images, group_size), _grouped(labels, group_size))
+    return result
+
+
+def _grouped(tensor: Tensor, group_size: int) -> Tensor:
+    return tensor.reshape(-1, group_size, *tensor.shape[1:])
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a layer in the forward pass; ``version`` tells whether the output was changed in place later."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+    version: int
+
+
+def _run(
+    network: nn.Module,
+    layers: dict[str, nn.Module],
+    total: Callable[[Tensor], Tensor],
+    images: Tensor,
+    create_graph: bool,
+    *,
+    copy: bool = False,
+) -> tuple[list[_Call], tuple[Tensor | None, ...]]:
+    """Forward and backward with all calls of the layers captured, and the gradient of ``total`` by their outputs."""
+    calls: list[_Call] = []
+
+    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            calls.append(_Call(name, inputs, output, output._version))
+            return output.clone() if copy else output
+
+        return record
+
+    handles = [layer.register_forward_hook(recorder(name)) for name, layer in layers.items()]
+    try:
+        with torch.enable_grad():
+            value = total(network(images))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not copy and any(call.output._version != call.version for call in calls):
+        return _run(network, layers, total, images, create_graph, copy=True)
+    outputs = [call.output for call in calls]
+    return calls, torch.autograd.grad(value, outputs, create_graph=create_graph, allow_unused=True)
+
+
+def _own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {key: p for key, p in layer.named_parameters(recurse=False) if p.requires_grad}
+
+
+def _same(network: nn.Module, full: str, parameter: nn.Parameter) -> bool:
+    owner, _, key = full.rpartition(".")
+    return getattr(network.get_submodule(owner), key) is parameter
+
+
+def _layer_gradient(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    """Per-example gradients (N, ...) of a layer's own parameters, from its input and its output's gradient."""
+    own = _own_parameters(layer)
+    if isinstance(layer, nn.Linear):
+        found = _linear(inputs, gradient)
+    elif isinstance(layer, nn.Conv2d):
+        found = _conv2d(layer, inputs, gradient)
+    elif isinstance(layer, _BatchNorm):
+        found = _channelwise(_batch_normalised(layer, inputs), gradient)
+    elif isinstance(layer, nn.GroupNorm):
+        found = _channelwise(F.group_norm(inputs, layer.num_groups, eps=layer.eps), gradient)
+    elif isinstance(layer, nn.LayerNorm):
+        found = _layer_norm(layer, inputs, gradient)
+    else:
+        found = _any_layer(layer, own, inputs, gradient)
+    return {key: found[key] for key in own}
+
+
+def _linear(inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    rows = gradient.reshape(len(gradient), -1, gradient.shape[-1])  # (N, positions, out)
+    columns = inputs.reshape(len(inputs), -1, inputs.shape[-1])  # (N, positions, in)
+    return {"weight": rows.mT @ columns, "bias": rows.sum(1)}
+
+
+def _conv2d(layer: nn.Conv2d, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    padded = F.pad(inputs, layer._reversed_padding_repeated_twice, mode=mode)
+    patches = F.unfold(padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride)  # (N, in*k*k, L)
+    count, _, positions = patches.shape
+    patches = patches.reshape(count, layer.groups, -1, positions)  # (N, groups, in/groups*k*k, L)
+    rows = gradient.reshape(count, layer.groups, -1, positions)  # (N, groups, out/groups, L)
+    weight = (rows @ patches.mT).reshape(count, *layer.weight.shape)
+    return {"weight": weight, "bias": gradient.sum((2, 3))}
+
+
+def _batch_normalised(layer: _BatchNorm, inputs: Tensor) -> Tensor:
+    return F.batch_norm(inputs, layer.running_mean, layer.running_var, training=False, eps=layer.eps)
+
+
+def _channelwise(normalised: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    rest = tuple(range(2, gradient.dim()))
+    product = gradient * normalised
+    return {
+        "weight": product.sum(rest) if rest else product,
+        "bias": gradient.sum(rest) if rest else gradient,
+    }
+
+
+def _layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    rest = tuple(range(1, gradient.dim() - len(layer.normalized_shape)))
+    product = gradient * F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
+    return {
+        "weight": product.sum(rest) if rest else product,
+        "bias": gradient.sum(rest) if rest else gradient,
+    }
+
+
+def _any_layer(layer: nn.Module, own: dict[str, nn.Parameter], inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    """Vmap over the layer's own backward; right for any layer that treats examples apart."""
+
+    def one(example: Tensor, output_gradient: Tensor) -> dict[str, Tensor]:
+        def forward(parameters: dict[str, Tensor]) -> Tensor:
+            output: Tensor = torch.func.functional_call(layer, parameters, (example.unsqueeze(0),))
+            return output
+
+        backward = torch.func.vjp(forward, dict(own))[1]
+        found: dict[str, Tensor] = backward(output_gradient.unsqueeze(0))[0]
+        return found
+
+    result: dict[str, Tensor] = torch.func.vmap(one)(inputs, gradient)
+    return result
+
+
+def _refuse_mixing_layers(network: nn.Module) -> None:
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+            raise ConfigError(
+                f"Per-example gradients need BatchNorm in evaluation mode with running statistics, got {name!r} in "
+                "training mode, where examples are mixed. Call network.eval(), or use GroupNorm."
+            )
+
+
+def batched_vjp(outputs: Tensor, inputs: Tensor, cotangents: Tensor, *, chunk: int = 64) -> Tensor:
+    """Vector-Jacobian products for many cotangents at once.
+
+    Args:
+        outputs: any shape, computed from ``inputs``.
+        inputs: the tensor to differentiate by.
+        cotangents: (K, shape of outputs).
+        chunk: how many are taken together.
+
+    Returns:
+        (K, shape of inputs).
+    """
+    pieces = [
+        torch.autograd.grad(outputs, inputs, part, retain_graph=True, is_grads_batched=True)[0]
+        for part in torch.split(cotangents, chunk)
+    ]
+    return torch.cat(pieces) if pieces else inputs.new_zeros(0, *inputs.shape)
+
+
+def batched_jvp(function: Callable[[Tensor], Tensor], inputs: Tensor, tangents: Tensor, *, chunk: int = 16) -> Tensor:
+    """Jacobian-vector products in forward mode for many tangents (K, shape of inputs); returns (K, outputs)."""
+
+    def one(tangent: Tensor) -> Tensor:
+        product: Tensor = torch.func.jvp(function, (inputs,), (tangent,))[1]
+        return product
+
+    result: Tensor = torch.func.vmap(one, chunk_size=chunk)(tangents)
+    return result
+
+
+def jacobian_row_norms(
+    function: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    *,
+    probes: int = 0,
+    rng: torch.Generator | None = None,
+    chunk: int = 64,
+) -> Tensor:
+    r"""For each example n and feature i the norm :math:`\|\partial f_i(x_n) / \partial x_n\|_2`, shape (N, features).
+
+    Exact by batched backward passes, one a feature; or estimated for all features at once by ``probes`` forward-mode
+    products with Gaussian v, since :math:`E[(Jv)_i^2] = \|J_i\|^2`. The estimate's relative standard deviation is about
+    :math:`1 / \sqrt{2\,\text{probes}}`.
+
+    Args:
+        function: maps (N, ...) to (N, features), each example by itself.
+        inputs: (N, ...).
+        probes: 0 is exact.
+        rng: needed for probes; a CPU generator.
+        chunk: products taken together.
+    """
+    if probes:
+        if rng is None:
+            raise ConfigError("probes need a random generator, got rng=None.")
+        tangents = torch.randn(probes, *inputs.shape, generator=rng, dtype=inputs.dtype).to(inputs.device)
+        return batched_jvp(function, inputs.detach(), tangents, chunk=chunk).square().mean(0).sqrt()
+    leaf = inputs.detach().requires_grad_()
+    with torch.enable_grad():
+        features = function(leaf)  # (N, features)
+    num_features = features.shape[1]
+    norms = [
+        batched_vjp(
+            features,
+            leaf,
+            torch.eye(num_features, dtype=features.dtype, device=features.device)[some]
+            .unsqueeze(1)
+            .expand(-1, len(features), -1),
+            chunk=chunk,
+        )
+        .flatten(2)
+        .norm(dim=2)
+        for some in torch.split(torch.arange(num_features), chunk)
+    ]
+    return torch.cat(norms).T.detach()
