@@ -4,7 +4,8 @@
 
     GradveilError
     ├── ConfigError            a setting is wrong; nothing was started
-    │   └── UnknownNameError   no component of that name (with a did-you-mean)
+    │   ├── UnknownNameError   no component of that name (with a did-you-mean)
+    │   └── ThreatModelError   an attack asks for what the threat model does not grant
     ├── DataError              a data file is corrupt, or its content does not fit
     │   └── MissingDataError   a data file is not there and could not be fetched
     ├── RunFolderError         the output folder holds another run, or can't hold this one
@@ -43,6 +44,10 @@ class UnknownNameError(ConfigError):
         close = get_close_matches(name, names, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         super().__init__(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
+
+
+class ThreatModelError(ConfigError):
+    """An attack asks for knowledge that the threat model does not grant."""
 
 
 class DataError(GradveilError):

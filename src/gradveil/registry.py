@@ -60,6 +60,8 @@ FOLDERS: Mapping[str, str] = {
     "partitions": "gradveil.data:Partition",
     "models": "gradveil.models:Model",
     "defences": "gradveil.defences:Defence",
+    "attacks": "gradveil.attacks:Attack",
+    "metrics": "gradveil.metrics:Metric",
 }
 """Where each kind of component lives: the package, and the base class exported by it."""
 

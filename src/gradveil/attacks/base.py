@@ -1,0 +1,73 @@
+"""What an attack is: one method, from what a server saw to images. It never meets private data."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from gradveil.errors import ThreatModelError
+from gradveil.registry import Component
+from gradveil.threat import Knowledge, Observation, Reconstruction
+
+
+@dataclass(frozen=True)
+class Attack(Component, ABC):
+    """Base of all attacks: a subclass has `run`; calling the object guards it.
+
+    Attributes:
+        needs: knowledge without which the attack does not run at all.
+    """
+
+    kind: ClassVar[str] = "attacks"
+    needs: ClassVar[frozenset[Knowledge]] = frozenset()
+
+    @abstractmethod
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Rebuild the images of all targets. Chooses among its own guesses by its own loss."""
+
+    @final
+    def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Refuse an unfit threat model, run, and take back guesses for updates that say nothing.
+
+        A target whose update is zero, or holds NaN or infinity, gets NaN images and the reason in ``why``.
+        """
+        missing = sorted(knowledge.value for knowledge in self.needs - seen.threat.knows)
+        if missing:
+            granted = ", ".join(seen.threat.names) or "nothing"
+            raise ThreatModelError(
+                f"Attack {self.name!r} needs {', '.join(missing)}, which this threat model does not grant "
+                f"(it grants {granted}). Grant it under [threat] knows, or drop the attack."
+            )
+        reasons = diagnose(seen)
+        usable = torch.tensor([not reason for reason in reasons])
+        cleaned = {name: torch.where(_rows(usable, t), t, torch.zeros_like(t)) for name, t in seen.updates.items()}
+        result = self.run(replace(seen, updates=cleaned), rng)
+        why = tuple(a or b for a, b in zip(reasons, result.why or ("",) * len(reasons), strict=True))
+        return replace(
+            result,
+            images=torch.where(_rows(usable, result.images), result.images, torch.nan).detach(),
+            loss=torch.where(usable, result.loss, torch.nan).detach(),
+            converged=result.converged & usable,
+            why=why,
+        )
+
+
+def diagnose(seen: Observation) -> list[str]:
+    """For each target what makes its update useless, or ""."""
+    flat = [tensor.reshape(len(tensor), -1) for tensor in seen.updates.values()]
+    finite = torch.stack([tensor.isfinite().all(1) for tensor in flat]).all(0)
+    nonzero = torch.stack([tensor.ne(0).any(1) for tensor in flat]).any(0)
+    return [
+        "update holds NaN or infinity: nothing to match"
+        if not is_finite
+        else "gradient is zero: nothing to match"
+        if not is_nonzero
+        else ""
+        for is_finite, is_nonzero in zip(finite.tolist(), nonzero.tolist(), strict=True)
+    ]
+
+
+def _rows(mask: Tensor, like: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,86 @@
+r"""Labels from the gradient of the last layer.
+
+For cross-entropy the gradient by output c of an example is :math:`p_c - [c = y]`, negative only at the label; with
+non-negative features its sign reaches the last weights. All functions take a mean gradient over a batch, for many
+targets at once: ``weight`` (T, classes, features), and ``bias`` (T, classes) where the layer has one.
+"""
+
+import torch
+from torch import Tensor
+
+from gradveil.errors import ConfigError
+from gradveil.threat import Knowledge, Observation
+
+
+def last_layer(seen: Observation, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the last linear layer: the last (T, num_classes, features) tensor of the update."""
+    names = [name for name, t in tensors.items() if t.dim() == 3 and t.shape[1] == seen.num_classes]
+    if not names:
+        raise ConfigError("Label recovery needs a linear output layer in the update, got none of that shape.")
+    name = names[-1]
+    return tensors[name], tensors.get(name.removesuffix("weight") + "bias")
+
+
+def idlg(weight: Tensor) -> Tensor:
+    """The label of a single example: the class whose row sum is least (T,).
+
+    Reference: Zhao et al. 2020 (iDLG), https://arxiv.org/abs/2001.02610, Eq. 4.
+    Fails: for more than one example, and where features can be negative (tanh, no activation), as the sign is lost.
+    """
+    return weight.sum(2).argmin(1)
+
+
+def distinct(weight: Tensor, count: int) -> Tensor:
+    """``count`` labels, all different: the classes with the least minimum over features, (T, count), sorted.
+
+    Reference: Yin et al. 2021 (GradInversion), https://arxiv.org/abs/2104.07586, Eq. 6.
+    Fails: where a label repeats in a batch, and for negative features; weak on trained networks (p near one-hot).
+    """
+    classes = weight.shape[1]
+    if count > classes:
+        raise ConfigError(
+            f"distinct labels can't be more than the {classes} classes, got {count} examples. Use counts."
+        )
+    return weight.amin(2).topk(count, dim=1, largest=False).indices.sort(1).values
+
+
+def counted(weight: Tensor, bias: Tensor | None, count: int, prediction: Tensor) -> Tensor:
+    r"""``count`` labels with repetitions, (T, count), sorted: the counts that explain the last layer's gradient best.
+
+    The bias gradient is :math:`\bar p_c - n_c / B` with the batch's mean prediction; the attacker puts its own estimate
+    ``prediction`` (classes,) for it, e.g. the network's mean output on noise, and rounds
+    :math:`n_c = B (\bar p_c - b_c)` to integers that add up to B, largest remainders first. Without a bias, row sums
+    serve in its place, scaled so that the negative ones add up to minus the probability mass they must remove.
+
+    Reference: after Wainakh et al. 2022 (LLG), https://arxiv.org/abs/2105.09369, and Geng et al. 2021.
+    Fails: where the prediction on private images differs much from the estimate: trained networks.
+    """
+    evidence = bias if bias is not None else _scaled_rows(weight, prediction)
+    shares = (prediction - evidence).clamp_min(0)
+    counts = shares / shares.sum(1, keepdim=True).clamp_min(1e-12) * count  # (T, classes)
+    whole = counts.floor()
+    missing = (count - whole.sum(1)).long()
+    order = (counts - whole).argsort(1, descending=True)
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
+    whole = whole + (rank < missing[:, None])
+    classes = torch.arange(whole.shape[1])
+    return torch.stack([classes.repeat_interleave(row.long()) for row in whole])
+
+
+def _scaled_rows(weight: Tensor, prediction: Tensor) -> Tensor:
+    rows = weight.sum(2)  # (T, classes): sum over features of f * (p - [y])
+    total = rows.clamp_max(0).sum(1, keepdim=True).abs().clamp_min(1e-12)
+    return rows / total * (1 - prediction.max())
+
+
+def known_or_recovered(seen: Observation) -> Tensor:
+    """The labels (T, B) that an attacker goes by: those granted, else iDLG's for one example, else counted ones."""
+    if seen.knows(Knowledge.LABELS):
+        return seen.labels
+    weight, bias = last_layer(seen, seen.gradients)
+    if seen.num_examples == 1:
+        return idlg(weight)[:, None]
+    with torch.no_grad():
+        noise = torch.rand(64, *seen.shape, generator=torch.Generator().manual_seed(0), dtype=weight.dtype)
+        prediction = seen.network(noise.to(weight.device)).softmax(1).mean(0)
+    return counted(weight, bias, seen.num_examples, prediction)

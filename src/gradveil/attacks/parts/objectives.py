@@ -1,0 +1,70 @@
+r"""How far a guessed update is from the one seen: one number a target.
+
+Guess and target are tensors by name, each (T, shape of the parameter); the result is (T,). Weights (a factor by name,
+by default one) and masks (1 where an entry counts, (T, ...) or (...)) let an attacker leave out what a defence spoiled.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradveil.errors import UnknownNameError
+from gradveil.types import Tensors
+
+
+@dataclass(frozen=True)
+class Objective:
+    r"""A distance between updates.
+
+    ``l2``: :math:`\sum_l w_l \|g_l - \hat g_l\|_2^2` (DLG); ``l1``: :math:`\sum_l w_l \|g_l - \hat g_l\|_1`;
+    ``cosine``: :math:`1 - \langle g, \hat g\rangle / \|g\| \|\hat g\|` over all layers together (GS), where
+    :math:`w_l` scales both inner product and norms.
+
+    Attributes:
+        kind: l2, l1 or cosine.
+        weights: factor of each tensor's term; 0 leaves it out, absent is 1.
+        masks: which entries count, by name; absent is all.
+    """
+
+    kind: str = "l2"
+    weights: Mapping[str, float] = field(default_factory=dict)
+    masks: Tensors = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise UnknownNameError("objective", self.kind, _KINDS)
+
+    def __call__(self, guess: Tensors, target: Tensors) -> Tensor:
+        """The distance of each target, (T,)."""
+        pairs = []
+        for name, wanted in target.items():
+            weight = self.weights.get(name, 1.0)
+            if weight:
+                mask = self.masks.get(name)
+                found, aim = (guess[name], wanted) if mask is None else (guess[name] * mask, wanted * mask)
+                pairs.append((found.reshape(len(found), -1), aim.reshape(len(aim), -1), weight))
+        return _KINDS[self.kind](pairs)
+
+
+Pairs = list[tuple[Tensor, Tensor, float]]
+
+
+def _l2(pairs: Pairs) -> Tensor:
+    return torch.stack([weight * (guess - wanted).square().sum(1) for guess, wanted, weight in pairs]).sum(0)
+
+
+def _l1(pairs: Pairs) -> Tensor:
+    return torch.stack([weight * (guess - wanted).abs().sum(1) for guess, wanted, weight in pairs]).sum(0)
+
+
+def _cosine(pairs: Pairs) -> Tensor:
+    inner = torch.stack([weight * (guess * wanted).sum(1) for guess, wanted, weight in pairs]).sum(0)
+    ours = torch.stack([weight * guess.square().sum(1) for guess, _, weight in pairs]).sum(0)
+    theirs = torch.stack([weight * wanted.square().sum(1) for _, wanted, weight in pairs]).sum(0)
+    tiny = torch.finfo(inner.dtype).tiny
+    return 1 - inner / (ours.clamp_min(tiny).sqrt() * theirs.clamp_min(tiny).sqrt())
+
+
+_KINDS: dict[str, Callable[[Pairs], Tensor]] = {"l2": _l2, "l1": _l1, "cosine": _cosine}

@@ -1,0 +1,168 @@
+"""Optimisers for many independent problems at once: row t of every variable belongs to target t.
+
+Adam is elementwise, so `torch.optim.Adam` serves all targets together. L-BFGS is not: `BatchedLbfgs` keeps a history
+and a step for each target and equals `torch.optim.LBFGS` (without line search) on each.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradveil.errors import UnknownNameError
+
+Closure = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Takes the variables (T, D); returns the losses (T,) and their gradients (T, D)."""
+
+
+def decay(schedule: str, step: int, steps: int) -> float:
+    """The factor on the learning rate at a step, from 0.
+
+    ``constant``; ``steps``: times 0.1 at 3/8, 5/8 and 7/8 of the way (GS); ``cosine``: half a cosine after a warm-up
+    over the first 50 steps (breaching's modern settings).
+
+    Example:
+        >>> [decay("steps", s, 8) for s in (0, 3, 5, 7)]
+        [1.0, 0.1, 0.01, 0.001]
+    """
+    if schedule == "constant":
+        return 1.0
+    if schedule == "steps":
+        passed = sum(step >= math.floor(steps * share) for share in (3 / 8, 5 / 8, 7 / 8))
+        return float(f"1e-{passed}")
+    if schedule == "cosine":
+        warm = min(1.0, (step + 1) / 50)
+        return warm * 0.5 * (1 + math.cos(math.pi * step / max(steps, 1)))
+    raise UnknownNameError("schedule", schedule, ["constant", "steps", "cosine"])
+
+
+def signed(gradient: Tensor, kind: str, progress: float) -> Tensor:
+    """The gradient as an attacker feeds it to Adam: ``none``, ``hard`` (its sign, GS) or ``soft`` (tanh)."""
+    if kind == "none":
+        return gradient
+    if kind == "hard":
+        return gradient.sign()
+    if kind == "soft":
+        scale = gradient.abs().amax(tuple(range(1, gradient.dim())), keepdim=True).clamp_min(1e-30)
+        return torch.tanh(gradient / scale * (1 + 10 * progress))
+    raise UnknownNameError("sign", kind, ["none", "hard", "soft"])
+
+
+class BatchedLbfgs:
+    """L-BFGS on T independent problems; each target stops, restarts its history and steps by itself.
+
+    Settings and stopping rules are those of `torch.optim.LBFGS` with ``line_search_fn=None``.
+    """
+
+    def __init__(
+        self,
+        variables: Tensor,
+        *,
+        lr: float = 1.0,
+        max_iterations: int = 20,
+        history: int = 100,
+        tolerance_gradient: float = 1e-7,
+        tolerance_change: float = 1e-9,
+    ) -> None:
+        targets, size = variables.shape
+        self.variables = variables.detach().clone()
+        self._lr, self._max_iterations, self._history = lr, max_iterations, history
+        self._tolerance_gradient, self._tolerance_change = tolerance_gradient, tolerance_change
+        new = variables.new_zeros
+        self._differences: list[Tensor] = []  # each slot (T, D), made when it is first needed
+        self._steps: list[Tensor] = []
+        self._inverse = new(targets, history)  # 1 / <y, s> of each slot
+        self._count = torch.zeros(targets, dtype=torch.long, device=variables.device)
+        self._diagonal = variables.new_ones(targets)
+        self._direction = new(targets, size)
+        self._last_gradient = new(targets, size)
+        self._rate = new(targets)
+        self._iterations = torch.zeros(targets, dtype=torch.long, device=variables.device)
+
+    def step(self, closure: Closure) -> Tensor:
+        """Up to ``max_iterations`` iterations for each target; returns the losses at the start, (T,)."""
+        loss, gradient = closure(self.variables)
+        first = loss
+        active = gradient.abs().amax(1) > self._tolerance_gradient
+        for iteration in range(self._max_iterations):
+            if not bool(active.any()):
+                break
+            self._iterations += active
+            self._update_direction(gradient, active)
+            norm = gradient.abs().sum(1)
+            start = torch.minimum(torch.ones_like(norm), 1 / norm) * self._lr
+            rate = torch.where(self._iterations == 1, start, torch.full_like(norm, self._lr))
+            self._rate = torch.where(active, rate, self._rate)
+            slope = (gradient * self._direction).sum(1)
+            active = active & (slope <= -self._tolerance_change)
+            move = torch.where(active, self._rate, torch.zeros_like(norm))[:, None] * self._direction
+            self._last_gradient = torch.where(active[:, None], gradient, self._last_gradient)
+            self.variables = self.variables + torch.where(active[:, None], move, torch.zeros_like(move))
+            if iteration == self._max_iterations - 1:
+                break
+            new_loss, new_gradient = closure(self.variables)
+            change = (new_loss - loss).abs()
+            gradient = torch.where(active[:, None], new_gradient, gradient)
+            loss = torch.where(active, new_loss, loss)
+            active = active & (gradient.abs().amax(1) > self._tolerance_gradient)
+            active = active & (move.abs().amax(1) > self._tolerance_change) & (change >= self._tolerance_change)
+        return first
+
+    def _update_direction(self, gradient: Tensor, active: Tensor) -> None:
+        """Add the newest pair to each active target's history and apply the two-loop recursion."""
+        begun = self._iterations > 1
+        difference = gradient - self._last_gradient
+        step = self._direction * self._rate[:, None]
+        curvature = (difference * step).sum(1)
+        accept = active & begun & (curvature > 1e-10)
+        self._remember(difference, step, curvature, accept)
+        square = (difference * difference).sum(1)
+        self._diagonal = torch.where(accept, curvature / square, self._diagonal)
+        direction = -gradient
+        length = int(self._count.clamp_max(self._history).max())
+        factors = []
+        for age in range(length):  # newest first
+            difference_, step_, inverse, held = self._recall(age)
+            factor = (step_ * direction).sum(1) * inverse * held
+            direction = direction - factor[:, None] * difference_
+            factors.append(factor)
+        direction = direction * self._diagonal[:, None]
+        for age in reversed(range(length)):
+            difference_, step_, inverse, held = self._recall(age)
+            back = (difference_ * direction).sum(1) * inverse * held
+            direction = direction + step_ * (factors[age] - back)[:, None]
+        self._direction = torch.where(active[:, None], direction, self._direction)
+
+    def _remember(self, difference: Tensor, step: Tensor, curvature: Tensor, accept: Tensor) -> None:
+        slots = self._count % self._history
+        needed = int(slots[accept].max()) + 1 if bool(accept.any()) else 0
+        while len(self._steps) < needed:
+            self._steps.append(torch.zeros_like(step))
+            self._differences.append(torch.zeros_like(step))
+        for slot in sorted(set(slots[accept].tolist())):
+            here = (accept & (slots == slot))[:, None]
+            self._steps[slot] = torch.where(here, step, self._steps[slot])
+            self._differences[slot] = torch.where(here, difference, self._differences[slot])
+            self._inverse[:, slot] = torch.where(here[:, 0], 1 / curvature, self._inverse[:, slot])
+        self._count = self._count + accept
+
+    def _recall(self, age: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Each target's pair of a given age, and whether it has one."""
+        held = self._count.clamp_max(self._history) > age
+        slots = (self._count - 1 - age) % self._history
+        slots = torch.where(held, slots, torch.zeros_like(slots))
+        first = int(slots[0])
+        if bool((slots == first).all()):
+            pair = self._differences[first], self._steps[first]
+        else:
+            rows = torch.arange(len(slots), device=slots.device)
+            used = sorted(set(slots.tolist()))
+            position = {slot: index for index, slot in enumerate(used)}
+            index = torch.tensor([position[slot] for slot in slots.tolist()], device=slots.device)
+            pair = (
+                torch.stack([self._differences[slot] for slot in used])[index, rows],
+                torch.stack([self._steps[slot] for slot in used])[index, rows],
+            )
+        inverse = self._inverse.gather(1, slots[:, None])[:, 0]
+        return (*pair, inverse, held.to(inverse.dtype))

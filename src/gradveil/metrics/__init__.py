@@ -1,0 +1,7 @@
+"""How close a guess comes to the truth: metrics, one file each, and the matching of batches before they are scored."""
+
+from gradveil.metrics.base import Metric, MetricUnavailable
+from gradveil.metrics.labels import label_accuracy
+from gradveil.metrics.matching import align, match
+
+__all__ = ["Metric", "MetricUnavailable", "align", "label_accuracy", "match"]

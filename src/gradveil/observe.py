@@ -1,0 +1,142 @@
+"""The only door to private data: it lets clients train, and hands an attacker what the threat model grants."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil.client import LocalSettings, train_locally
+from gradveil.defences.base import Client, Defence
+from gradveil.errors import ConfigError
+from gradveil.flat import FlatModel
+from gradveil.randomness import global_stream, stream
+from gradveil.threat import Knowledge, Observation, ThreatModel
+from gradveil.types import Batch, Tensors, Update
+
+
+def observe(
+    network: nn.Module,
+    private: Sequence[Batch],
+    *,
+    threat: ThreatModel,
+    num_classes: int,
+    defence: Defence | None = None,
+    how: LocalSettings | None = None,
+    lr: float = 1.0,
+    round_number: int = 1,
+    public_data: Batch | None = None,
+    class_averages: Tensor | None = None,
+    seed: int = 0,
+) -> Observation:
+    """Let each client train on its private images as it would in a round, and return what a server then has.
+
+    Args:
+        network: the undefended network with the broadcast weights; left as it is.
+        private: one batch a client; all of the same size.
+        threat: what the server knows beside model and updates.
+        num_classes: of the task.
+        defence: what the clients run; none by default.
+        how: local training; by default FedSGD, one gradient of the whole batch in evaluation mode.
+        lr: the clients' learning rate.
+        round_number: which round it is, for defences that change over time.
+        public_data: images from elsewhere, given to an attacker who is granted them.
+        class_averages: (classes, C, H, W), likewise.
+        seed: of the clients' random draws.
+    """
+    if not private or len({batch.images.shape for batch in private}) != 1:
+        raise ConfigError(f"private must be batches of one shape, got {[tuple(b.images.shape) for b in private]}.")
+    defence = defence or Defence()
+    how = how or LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freeze")
+    with global_stream(seed, "observe"):
+        server = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "server"))
+    sent, states = [], []
+    for number, batch in enumerate(private):
+        update, state = _play(network, batch, defence, how, lr, round_number, number, seed)
+        sent.append(update)
+        states.append(state)
+    facts: dict[Knowledge, object] = {
+        Knowledge.LABELS: _sorted_labels(private),
+        Knowledge.NUM_EXAMPLES: len(private[0]),
+        Knowledge.LOCAL_STEPS: how,
+        Knowledge.DEFENCE: defence,
+        Knowledge.PUBLIC_DATA: public_data,
+        Knowledge.CLASS_AVERAGES: class_averages,
+        Knowledge.PRIVATE_STATE: states,
+    }
+    if Knowledge.BATCH_STATISTICS in threat.knows:
+        facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(network, private)
+    channels, height, width = private[0].images.shape[1:]
+    single = how.algorithm == "fedsgd" or (how.epochs == 1 and how.batch_size in (0, len(private[0])))
+    return Observation(
+        network=server.eval(),
+        updates=_stack([update.tensors for update in sent]),
+        buffers=_stack([update.buffers for update in sent]),
+        shape=(channels, height, width),
+        num_classes=num_classes,
+        single_step=single,
+        threat=threat,
+        _facts={knowledge: fact for knowledge, fact in facts.items() if knowledge in threat.knows},
+        _step_size=lr,
+    )
+
+
+def _play(
+    network: nn.Module,
+    batch: Batch,
+    defence: Defence,
+    how: LocalSettings,
+    lr: float,
+    round_number: int,
+    number: int,
+    seed: int,
+) -> tuple[Update, dict[str, Tensor]]:
+    """One client's round, with its own randomness; returns what it sends, and what it keeps."""
+    with global_stream(seed, "observe", "client", number):
+        module = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "on_model", number))
+        net = FlatModel(module, defence.private)
+        received = net.values[net.shared].clone()
+        state: dict[str, Tensor] = {}
+        rng = stream(seed, "client", number, "round", round_number)
+        client = Client(number, round_number, module, net.shared_tensors(received), batch, {}, state, rng)
+        client = Client(**{**vars(client), "data": defence.on_data(batch, client)})
+        order = stream(seed, "batches", number, "round", round_number)
+        update = train_locally(net, received, client, defence, how, lr, order)
+    return update, {**net.private_tensors(), **state}
+
+
+def _stack(parts: Sequence[Tensors]) -> dict[str, Tensor]:
+    return {name: torch.stack([part[name].detach() for part in parts]) for name in parts[0]}
+
+
+def _sorted_labels(private: Sequence[Batch]) -> Tensor | None:
+    """(T, B) class labels, sorted; None for soft ones."""
+    if private[0].labels.dim() != 1:
+        return None
+    return torch.stack([batch.labels.sort().values for batch in private])
+
+
+def _batch_statistics(network: nn.Module, private: Sequence[Batch]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mean and variance (T, channels) of each client's batch at the input of each BatchNorm, in evaluation mode."""
+    model = copy.deepcopy(network).eval()
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def watch(name: str, layer: nn.Module) -> None:
+        def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            rest = [axis for axis in range(inputs[0].dim()) if axis != 1]
+            variance, mean = torch.var_mean(inputs[0], rest, correction=0)
+            found.setdefault(name, []).append((mean, variance))
+
+        layer.register_forward_pre_hook(record)
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            watch(name, layer)
+    with torch.no_grad():
+        for batch in private:
+            model(batch.images)
+    return {
+        name: (torch.stack([mean for mean, _ in pairs]), torch.stack([variance for _, variance in pairs]))
+        for name, pairs in found.items()
+    }

@@ -1,0 +1,190 @@
+"""What a server knows, what it saw, and what it makes of it: the values on both sides of the door in `observe`."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.client import LocalSettings
+from gradveil.defences.base import Defence
+from gradveil.errors import ThreatModelError
+from gradveil.types import Batch, Tensors
+
+V = TypeVar("V")
+
+
+class Knowledge(StrEnum):
+    """What a server may know beside the model it broadcast and the update it received."""
+
+    LABELS = "labels"
+    """The labels of the private images."""
+    NUM_EXAMPLES = "num-examples"
+    """How many images an update was computed from."""
+    LOCAL_STEPS = "local-steps"
+    """Epochs, batch size, learning rate, momentum and decay of local training; not the order of the images."""
+    DEFENCE = "defence"
+    """Which defence the client uses, with its settings: an adaptive attacker."""
+    PUBLIC_DATA = "public-data"
+    """Images of the same kind from elsewhere."""
+    CLASS_AVERAGES = "class-averages"
+    """The mean image of each class."""
+    BATCH_STATISTICS = "batch-statistics"
+    """Mean and variance of the private batch at the input of each BatchNorm."""
+    PRIVATE_STATE = "private-state"
+    """The client's private tensors (keys, lock layers), for experiments on sharing them."""
+
+
+@dataclass(frozen=True)
+class ThreatModel:
+    """What the server of an experiment knows. Every row states it.
+
+    Example:
+        >>> ThreatModel.of("labels", "num-examples").names
+        ['labels', 'num-examples']
+    """
+
+    knows: frozenset[Knowledge] = frozenset()
+
+    @staticmethod
+    def of(*names: str) -> "ThreatModel":
+        """The threat model that grants what is named."""
+        known = {knowledge.value: knowledge for knowledge in Knowledge}
+        for name in names:
+            if name not in known:
+                raise ThreatModelError(f"Unknown knowledge {name!r}. Known: {', '.join(known)}.")
+        return ThreatModel(frozenset(known[name] for name in names))
+
+    @property
+    def names(self) -> list[str]:
+        """What is granted, for rows and reports."""
+        return sorted(knowledge.value for knowledge in self.knows)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that an attack gets: T clients' updates from one broadcast model, and the facts that were granted.
+
+    A fact that was not granted is not in here: asking for it raises `ThreatModelError`.
+
+    Attributes:
+        network: the network as it was broadcast, in evaluation mode; it normalises its input itself.
+        updates: what each client sent, stacked: (T, shape of the tensor), the change of each parameter.
+        buffers: likewise the change of shared buffers.
+        shape: (C, H, W) of an image.
+        num_classes: of the task.
+        single_step: whether each update is one step on one batch (FedSGD), so that it is a gradient but for a factor.
+        threat: what was granted.
+    """
+
+    network: nn.Module
+    updates: Tensors
+    buffers: Tensors
+    shape: tuple[int, int, int]
+    num_classes: int
+    single_step: bool
+    threat: ThreatModel
+    _facts: dict[Knowledge, object] = field(default_factory=dict, repr=False)
+    _step_size: float | None = field(default=None, repr=False)
+
+    @property
+    def num_targets(self) -> int:
+        """T: how many clients' updates are looked at."""
+        return len(next(iter(self.updates.values())))
+
+    @property
+    def labels(self) -> Tensor:
+        """(T, B): each client's labels, sorted, since their order says nothing."""
+        return self._fact(Knowledge.LABELS, Tensor)
+
+    @property
+    def num_examples(self) -> int:
+        """B: images behind each update."""
+        return self._fact(Knowledge.NUM_EXAMPLES, int)
+
+    @property
+    def local_steps(self) -> LocalSettings:
+        """How the clients train."""
+        return self._fact(Knowledge.LOCAL_STEPS, LocalSettings)
+
+    @property
+    def defence(self) -> Defence:
+        """The clients' defence."""
+        return self._fact(Knowledge.DEFENCE, Defence)
+
+    @property
+    def public_data(self) -> Batch:
+        """Images from elsewhere."""
+        return self._fact(Knowledge.PUBLIC_DATA, Batch)
+
+    @property
+    def class_averages(self) -> Tensor:
+        """(classes, C, H, W)."""
+        return self._fact(Knowledge.CLASS_AVERAGES, Tensor)
+
+    @property
+    def batch_statistics(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Mean and variance (T, channels) of the private batch by the name of the BatchNorm layer."""
+        return self._fact(Knowledge.BATCH_STATISTICS, dict)
+
+    @property
+    def private_state(self) -> list[dict[str, Tensor]]:
+        """Each client's private tensors."""
+        return self._fact(Knowledge.PRIVATE_STATE, list)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """(T, ...) each client's gradient, from a single step: minus the change over the learning rate.
+
+        FedSGD's rate is the server's own. For FedAvg use ``updates``.
+        """
+        if not self.single_step or self._step_size is None:
+            raise ThreatModelError("Gradients need updates of a single step, got several local steps. Match updates.")
+        return {name: tensor / -self._step_size for name, tensor in self.updates.items()}
+
+    @property
+    def lr(self) -> float:
+        """The clients' learning rate: the server's own for FedSGD, else part of the local steps."""
+        if not self.single_step:
+            self._fact(Knowledge.LOCAL_STEPS, LocalSettings)
+        if self._step_size is None:
+            raise ThreatModelError("The learning rate is not known for these updates.")
+        return self._step_size
+
+    def knows(self, knowledge: Knowledge) -> bool:
+        """Whether a fact was granted."""
+        return knowledge in self.threat.knows
+
+    def _fact(self, knowledge: Knowledge, kind: type[V]) -> V:
+        if knowledge not in self.threat.knows:
+            granted = ", ".join(self.threat.names) or "nothing"
+            raise ThreatModelError(
+                f"The attack asks for {knowledge.value}, which this threat model does not grant (it grants {granted}). "
+                "Grant it under [threat] knows, or drop the attack."
+            )
+        value = self._facts.get(knowledge)
+        if not isinstance(value, kind):
+            raise ThreatModelError(f"{knowledge.value} is granted, but there is none here to know.")
+        return value
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What an attack makes of an observation.
+
+    Attributes:
+        images: (T, B, C, H, W) in [0, 1]; NaN where there is no guess.
+        labels: (T, B) guessed or known labels, -1 where there is none.
+        loss: (T,) the attacker's own loss, by which it chose among its restarts and iterates.
+        converged: (T,) bool: whether the attack met its own criterion.
+        why: (T) what to say of a target where something was odd, else "".
+        iterates: (steps, T, B, C, H, W) pictures on the way, for the report; may be empty.
+    """
+
+    images: Tensor
+    labels: Tensor
+    loss: Tensor
+    converged: Tensor
+    why: tuple[str, ...] = ()
+    iterates: Tensor = field(default_factory=lambda: torch.empty(0))

@@ -1,0 +1,61 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradveil.attacks.parts.objectives import Objective
+from gradveil.errors import UnknownNameError
+
+
+def pair(targets=3, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+
+    def one():
+        return {
+            "w": torch.randn(targets, 2, 3, generator=rng).double(),
+            "b": torch.randn(targets, generator=rng).double(),
+        }
+
+    return one(), one()
+
+
+def joined(tensors, target):
+    return torch.cat([tensor[target].reshape(-1) for tensor in tensors.values()])
+
+
+@given(st.integers(0, 50))
+def test_values_equal_those_of_one_long_vector(seed):
+    guess, target = pair(seed=seed)
+    for t in range(3):
+        a, b = joined(guess, t), joined(target, t)
+        assert Objective("l2")(guess, target)[t].item() == pytest.approx((a - b).square().sum().item())
+        assert Objective("l1")(guess, target)[t].item() == pytest.approx((a - b).abs().sum().item())
+        cosine = torch.nn.functional.cosine_similarity(a, b, dim=0).item()
+        assert Objective("cosine")(guess, target)[t].item() == pytest.approx(1 - cosine)
+
+
+@pytest.mark.parametrize("kind", ["l2", "l1", "cosine"])
+def test_weights_and_masks_leave_entries_out(kind):
+    guess, target = pair()
+    spoiled = {**target, "b": target["b"] + 100}
+    assert torch.allclose(
+        Objective(kind, weights={"b": 0})(guess, target), Objective(kind, weights={"b": 0})(guess, spoiled)
+    )
+    assert not torch.allclose(Objective(kind)(guess, target), Objective(kind)(guess, spoiled))
+    mask = torch.ones(3, 2, 3).double()
+    mask[:, 0] = 0
+    changed = {**target, "w": target["w"].clone()}
+    changed["w"][:, 0] += 5
+    masked = Objective(kind, masks={"w": mask})
+    assert torch.allclose(masked(guess, target), masked(guess, changed))
+
+
+def test_cosine_of_a_zero_gradient_is_finite():
+    guess, target = pair()
+    zero = {name: torch.zeros_like(tensor) for name, tensor in guess.items()}
+    assert Objective("cosine")(zero, target).tolist() == [1, 1, 1]
+
+
+def test_unknown_kind():
+    with pytest.raises(UnknownNameError, match="cosine"):
+        Objective("cosin")

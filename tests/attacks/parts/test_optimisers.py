@@ -1,0 +1,86 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradveil.attacks.parts.optimisers import BatchedLbfgs, decay, signed
+from gradveil.errors import UnknownNameError
+
+
+def problems(count, size, seed):
+    """Independent smooth problems of different curvature, one of them already solved at the start."""
+    rng = torch.Generator().manual_seed(seed)
+    matrices = torch.randn(count, size, size, generator=rng, dtype=torch.float64)
+    offsets = torch.randn(count, size, generator=rng, dtype=torch.float64)
+    starts = torch.randn(count, size, generator=rng, dtype=torch.float64)
+
+    def loss(x, rows):
+        residual = torch.einsum("tij,tj->ti", matrices[rows], x) - offsets[rows]
+        return residual.square().sum(1) + 0.1 * x.pow(4).sum(1) + x.sin().sum(1)
+
+    return loss, starts
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    count=st.integers(1, 4), history=st.sampled_from([2, 5, 100]), lr=st.sampled_from([0.05, 0.3, 1.0]),
+    seed=st.integers(0, 99), steps=st.integers(1, 4),
+)  # fmt: skip
+def test_equals_torch_lbfgs_on_every_target(count, history, lr, seed, steps):
+    loss, starts = problems(count, 6, seed)
+
+    def closure(x):
+        leaf = x.detach().requires_grad_()
+        values = loss(leaf, slice(None))
+        return values.detach(), torch.autograd.grad(values.sum(), leaf)[0]
+
+    ours = BatchedLbfgs(starts, lr=lr, history=history)
+    firsts = torch.stack([ours.step(closure) for _ in range(steps)])
+    for target in range(count):
+        x = starts[target].clone().requires_grad_()
+        theirs = torch.optim.LBFGS([x], lr=lr, history_size=history)
+
+        def alone(x=x, theirs=theirs, target=target):
+            theirs.zero_grad()
+            value = loss(x[None], slice(target, target + 1)).sum()
+            value.backward()
+            return value
+
+        for step in range(steps):
+            first = theirs.step(alone).detach()
+            if not first.isfinite() or first > 1e12:
+                break  # both diverge, with different last bits
+            assert torch.allclose(first, firsts[step, target], rtol=1e-6), (target, step)
+        else:
+            assert torch.allclose(x.detach(), ours.variables[target], rtol=1e-4, atol=1e-4)
+
+
+def test_a_solved_target_stays_where_it_is_while_others_move():
+    def closure(x):
+        return (x - torch.tensor([[1.0], [0.0]])).square().sum(1), 2 * (x - torch.tensor([[1.0], [0.0]]))
+
+    lbfgs = BatchedLbfgs(torch.tensor([[1.0], [5.0]]))
+    lbfgs.step(closure)
+    assert lbfgs.variables[0].item() == 1.0
+    assert abs(lbfgs.variables[1].item()) < 1e-4
+
+
+def test_schedules_by_hand():
+    assert [decay("steps", step, 800) for step in (0, 299, 300, 500, 700)] == [1, 1, 0.1, 0.01, 0.001]
+    assert decay("constant", 7, 8) == 1
+    assert decay("cosine", 0, 1000) == pytest.approx(1 / 50)
+    assert decay("cosine", 500, 1000) == pytest.approx(0.5)
+    with pytest.raises(UnknownNameError, match="steps"):
+        decay("step", 0, 1)
+
+
+def test_signs():
+    gradient = torch.tensor([[3.0, -0.1], [0.0, 2.0]])
+    assert torch.equal(signed(gradient, "hard", 0), gradient.sign())
+    assert torch.equal(signed(gradient, "none", 0), gradient)
+    soft = signed(gradient, "soft", 0.5)
+    assert torch.equal(soft.sign(), gradient.sign())
+    assert soft.abs().max() < 1
+    assert (signed(gradient, "soft", 1.0).abs() >= signed(gradient, "soft", 0.0).abs()).all()
+    with pytest.raises(UnknownNameError, match="hard"):
+        signed(gradient, "heard", 0)

@@ -1,0 +1,150 @@
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from gradveil.client import LocalSettings
+from gradveil.defences import Defence
+from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.models import create_model
+from gradveil.observe import observe
+from gradveil.threat import Knowledge, Observation, ThreatModel
+from gradveil.types import Batch
+
+ALL = ThreatModel(frozenset(Knowledge))
+
+
+def batches(count=3, size=2, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        Batch(
+            torch.rand(size, 1, 8, 8, generator=rng),
+            torch.randint(0, 3, (size,), generator=rng),
+            torch.zeros(size) > 0,
+        )
+        for _ in range(count)
+    ]
+
+
+def network():
+    return create_model("mlp:hidden=5", (1, 8, 8), 3, seed=0)
+
+
+def test_fedsgd_shows_the_gradient_of_each_clients_batch():
+    model, private = network(), batches()
+    seen = observe(model, private, threat=ThreatModel(), num_classes=3, lr=0.25)
+    assert seen.num_targets == 3
+    assert seen.single_step
+    for target, batch in enumerate(private):
+        loss = nn.functional.cross_entropy(model(batch.images), batch.labels)
+        for (name, _), gradient in zip(
+            model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            assert torch.allclose(seen.gradients[name][target], gradient, atol=1e-6)
+
+
+def test_fedavg_shows_the_change_of_the_weights():
+    model, private = network(), batches(size=4)
+    how = LocalSettings(epochs=2, batch_size=2)
+    seen = observe(model, private, threat=ThreatModel.of("local-steps"), num_classes=3, how=how, lr=0.1)
+    assert not seen.single_step
+    assert seen.local_steps == how
+    assert seen.lr == 0.1
+    with pytest.raises(ThreatModelError, match="single step"):
+        _ = seen.gradients
+
+
+@pytest.mark.parametrize(
+    "fact", ["labels", "num_examples", "local_steps", "defence", "public_data", "class_averages", "private_state"]
+)
+def test_what_is_not_granted_is_refused_and_what_is_granted_is_there(fact):
+    private = batches()
+    given = {"public_data": batches(1)[0], "class_averages": torch.rand(3, 1, 8, 8)}
+    nothing = observe(network(), private, threat=ThreatModel(), num_classes=3, **given)
+    with pytest.raises(ThreatModelError, match="does not grant"):
+        getattr(nothing, fact)
+    everything = observe(network(), private, threat=ALL, num_classes=3, **given)
+    assert getattr(everything, fact) is not None
+    assert not nothing._facts
+
+
+def test_granted_labels_are_sorted_since_their_order_is_not_known():
+    private = batches(size=5)
+    seen = observe(network(), private, threat=ThreatModel.of("labels"), num_classes=3)
+    assert seen.labels.tolist() == [sorted(batch.labels.tolist()) for batch in private]
+
+
+def test_batch_statistics_are_those_of_the_private_batch():
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))
+    private = batches(size=4)
+    seen = observe(model, private, threat=ThreatModel.of("batch-statistics"), num_classes=3)
+    mean, variance = seen.batch_statistics["0"]
+    for target, batch in enumerate(private):
+        assert mean[target].item() == pytest.approx(batch.images.mean().item(), abs=1e-6)
+        assert variance[target].item() == pytest.approx(batch.images.var(correction=0).item(), abs=1e-6)
+
+
+def reachable(thing):
+    """Every object that can be reached from here, classes and modules left out."""
+    seen, queue = {}, [thing]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen or isinstance(item, type) or type(item).__name__ in ("module", "function"):
+            continue
+        seen[id(item)] = item
+        queue += gc.get_referents(item)
+        if isinstance(item, torch.Tensor):
+            queue += [part for part in (item.grad, item._base) if part is not None]
+    return seen.values()
+
+
+@pytest.mark.parametrize("defended", [False, True])
+def test_an_attack_cannot_reach_the_truth(defended):
+    class Keeper(Defence):
+        def on_update(self, update, client):
+            client.state["times"] = torch.ones(1)
+            return update
+
+    private = batches(size=3)
+    grants = ThreatModel(frozenset(Knowledge) - {Knowledge.PUBLIC_DATA})
+    seen = observe(
+        network(), private, threat=grants, num_classes=3, defence=Keeper() if defended else None, how=LocalSettings()
+    )
+    truth = {image.numpy().tobytes() for batch in private for image in batch.images}
+    storages = {batch.images.untyped_storage().data_ptr() for batch in private}
+    tensors = [item for item in reachable(seen) if isinstance(item, torch.Tensor)]
+    assert len(tensors) > 5
+    for tensor in tensors:
+        assert tensor.untyped_storage().data_ptr() not in storages
+        rows = tensor.detach().reshape(-1, 64) if tensor.numel() % 64 == 0 and tensor.numel() else torch.empty(0, 64)
+        assert not any(row.numpy().tobytes() in truth for row in rows)
+    assert not any(isinstance(item, Batch) for item in reachable(seen))
+
+
+def test_the_walk_would_find_a_leak():
+    private = batches()
+    seen = observe(network(), private, threat=ThreatModel(), num_classes=3)
+    leaky = Observation(
+        seen.network, seen.updates, {"x": private[0].images}, seen.shape, 3, single_step=True, threat=ThreatModel()
+    )
+    assert any(item is private[0].images for item in reachable(leaky))
+
+
+def test_the_network_is_a_copy_and_is_left_alone():
+    model = network()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen = observe(model, batches(), threat=ThreatModel(), num_classes=3, how=LocalSettings(), lr=1.0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert seen.network is not model
+    assert not seen.network.training
+
+
+def test_batches_of_different_shapes_are_refused():
+    with pytest.raises(ConfigError, match="one shape"):
+        observe(network(), [*batches(1, 2), *batches(1, 3)], threat=ThreatModel(), num_classes=3)
+
+
+def test_unknown_knowledge_is_refused():
+    with pytest.raises(ThreatModelError, match="colours"):
+        ThreatModel.of("colours")
