@@ -100,7 +100,7 @@ def test_json_is_one_document_and_progress_is_on_stderr(gradveil, tmp_path):
         rows[-1][key] for key in ("accuracy", "loss", "accuracy_sensitive")
     ]
     own = [json.loads(line)["accuracy_own"] for line in (out / "clients.jsonl").read_text().splitlines()]
-    assert document["accuracy_worst_client"] == min(own)
+    assert document["accuracy_own_worst_client"] == min(own)
     assert "3/3" in ended.err
     assert f"{rows[-1]['accuracy']:.2%}" in ended.err
     for name in ("curves.png", "curves.svg", "report.html", "model.safetensors", "settings.toml"):
@@ -613,3 +613,43 @@ def test_the_program_itself_ends_with_one_line(tmp_path):
     assert ended.stderr.endswith(", got nan.\n")
     assert ended.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_what_a_users_model_prints_is_no_result(tmp_path, monkeypatch, capsys):
+    (tmp_path / "chatty.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.linear = torch.nn.Linear(784, 10)\n"
+        "    def forward(self, x):\n"
+        "        print('forward')\n"
+        "        return self.linear(x.flatten(1))\n"
+        "def make():\n"
+        "    print('building')\n"
+        "    return Net()\n"
+    )
+    arguments = ["train", "--model", f"{tmp_path}/chatty.py:make", "--partition", "iid:images=4", "--clients", "2"]
+    arguments += ["--rounds", "1", "--workers", "0", "--out", str(tmp_path / "run"), "--json"]
+    monkeypatch.setattr(sys, "argv", ["gradveil", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["rounds"] == 1
+    assert "building" in err
+
+
+def test_an_edited_model_file_is_not_resumed(tmp_path, monkeypatch, capsys):
+    own = tmp_path / "own.py"
+    code = "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
+    own.write_text(code)
+    arguments = ["train", "--model", f"{own}:make", "--partition", "iid:images=4", "--clients", "2", "--rounds", "1"]
+    arguments += ["--workers", "0", "--out", str(tmp_path / "run"), "--resume"]
+    for expected, text in ((0, code), (0, code), (2, code + "# edited\n")):
+        own.write_text(text)
+        monkeypatch.setattr(sys, "argv", ["gradveil", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert stop.value.code == expected
+    assert "own files" in capsys.readouterr().err

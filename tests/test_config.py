@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml
+from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml, with_absolute_paths
 from gradveil.errors import ConfigError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -182,3 +182,19 @@ def test_any_bytes_are_settings_or_a_clear_error(tmp_path_factory, content):
     path.write_bytes(content)
     with suppress(ConfigError):  # and no other kind of error
         assert isinstance(make_train_settings(read_settings(path)), TrainSettings)
+
+
+def test_own_files_are_named_from_the_root(tmp_path, monkeypatch):
+    for name in ("net.py", "own.npz", "weights.safetensors", "d.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    settings = TrainSettings(
+        dataset="own.npz", model="net.py:make:width=3", defence="none+d.py:Mine:x=1", weights="weights.safetensors"
+    )
+    found = with_absolute_paths(settings)
+    assert found.dataset == str(tmp_path / "own.npz")
+    assert found.model == f"{tmp_path}/net.py:make:width=3"
+    assert found.defence == f"none+{tmp_path}/d.py:Mine:x=1"
+    assert found.weights == str(tmp_path / "weights.safetensors")
+    assert with_absolute_paths(found) == found
+    assert with_absolute_paths(TrainSettings()) == TrainSettings()

@@ -140,3 +140,11 @@ def test_updates_are_kept_for_chosen_rounds_only():
     model = {"weight": torch.zeros(1, 1)}
     played = play_round(1, settings, Defence(), FakeEngine(), [1, 1], network, model, {})
     assert not played.sent
+
+
+def test_an_early_client_is_not_left_to_chance():
+    settings = TrainSettings(clients=4, sampled=2, weighting="unbiased")
+    weights = update_weights(settings, [10, 30, 20, 40], [1, 0], early=(0,))
+    assert weights == pytest.approx({0: 0.1, 1: 0.6})
+    sized = update_weights(replace(settings, weighting="size"), [10, 30, 20, 40], [1, 3], early=(0,))
+    assert sized == pytest.approx({0: 10 / 80, 1: 30 / 80, 3: 40 / 80})

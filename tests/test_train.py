@@ -480,7 +480,13 @@ def start(out, tmp_path, *arguments):
     (tmp_path / "tmp").mkdir(exist_ok=True)
     call = [sys.executable, "-m", "gradveil.cli", "train", "--out", str(out), "--resume", "--json", *arguments]
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
-    return subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(call, stdout=pipe, stderr=pipe, text=True, env=environment, preexec_fn=_hear_interrupts)
+
+
+def _hear_interrupts():
+    """A background job is started deaf to Ctrl-C; the run under test must not inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def wait_for(process, condition):
@@ -545,10 +551,10 @@ def test_a_folder_in_use_is_refused_and_ctrl_c_ends_in_good_order(tmp_path, monk
         assert (code, stdout) == (2, "")
         assert "must not be in use" in err.strip().splitlines()[-1]
         process.send_signal(signal.SIGINT)
-        stdout, err = process.communicate(timeout=20)
+        stdout, err = process.communicate(timeout=60)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     assert process.returncode == 130
     assert stdout == ""
     assert "Traceback" not in err

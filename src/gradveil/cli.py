@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 failed on the way, 2 bad usage or bad input.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gradveil.config import TrainSettings, make_train_settings, read_settings
+from gradveil.config import TrainSettings, make_train_settings, read_settings, with_absolute_paths
 from gradveil.data import NamedSet, data_root, load_dataset, verify
 from gradveil.errors import ConfigError, GradveilError, TrainingError, UnknownNameError
 from gradveil.registry import FOLDERS, build, components
@@ -193,7 +194,8 @@ def _train(
     if resume and not (saved or given or config):
         raise ConfigError(f"--resume alone needs a run in {out}, got none there. Check --out, or give the settings.")
     settings = make_train_settings({**saved, **(read_settings(config) if config else {}), **given})
-    with _progress(settings.rounds) as progress:
+    settings = with_absolute_paths(settings)
+    with _progress(settings.rounds) as progress, contextlib.redirect_stdout(sys.stderr):
         result = train(settings, out, resume=resume, workers=workers, data_root=data_root, progress=progress)
     last = result.rows[-1]
     summary = {
@@ -202,7 +204,7 @@ def _train(
         "accuracy": last["accuracy"],
         "accuracy_sensitive": last["accuracy_sensitive"],
         "loss": last["loss"],
-        "accuracy_worst_client": min(row["accuracy_own"] for row in result.clients),
+        "accuracy_own_worst_client": min(row["accuracy_own"] for row in result.clients),
         "seconds": round(result.seconds, 2),
         "data": result.note or None,
         "report": str(out / "report.html"),

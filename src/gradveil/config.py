@@ -3,14 +3,14 @@
 import dataclasses
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from gradveil.errors import ConfigError
-from gradveil.registry import convert
+from gradveil.registry import convert, own_files
 from gradveil.validate import in_range, one_of
 
 LARGEST = 1e38
@@ -110,6 +110,29 @@ def read_settings(path: Path) -> dict[str, Any]:
 def make_train_settings(values: Mapping[str, object]) -> TrainSettings:
     """Settings from texts or TOML values; an unknown key is an error with a did-you-mean."""
     return TrainSettings(**convert(TrainSettings, values, owner="train"))
+
+
+def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
+    """The same settings with the user's own files named from the root, so that a run can be resumed from anywhere."""
+
+    def absolute(text: str) -> str:
+        path = Path(text).expanduser()
+        return str(path.resolve()) if text and path.exists() else text
+
+    def own(spec: str) -> str:
+        for file in own_files(spec):
+            spec = spec.replace(file, absolute(file), 1)
+        return spec
+
+    path, separator, rest = settings.dataset.partition(":")
+    is_path = "/" in path or path.endswith(".npz")
+    return replace(
+        settings,
+        dataset=absolute(path) + separator + rest if is_path else settings.dataset,
+        weights=absolute(settings.weights),
+        model=own(settings.model),
+        defence=own(settings.defence),
+    )
 
 
 def to_toml(settings: TrainSettings) -> bytes:

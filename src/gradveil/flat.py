@@ -7,7 +7,8 @@ The vector is laid out as::
                            \___________ shared ___________/
 
 Both the trained and the shared part are contiguous. Integer buffers (BatchNorm's ``num_batches_tracked``) stay outside:
-they are never sent. Parameters that do not require a gradient count as buffers: they are broadcast but not trained.
+they are never sent, and every client's round begins with their initial value. Parameters that do not require a gradient
+count as buffers: they are broadcast but not trained.
 """
 
 from collections.abc import Callable
@@ -68,6 +69,7 @@ class FlatModel:
                 f"got {', '.join(sorted(map(str, kinds))) or 'a model without any'}."
             )
         self.module = module
+        self._integers = {buffer: buffer.clone() for buffer in module.buffers() if not buffer.is_floating_point()}
         places = [self._places(groups, index) for index in range(4)]
         sizes = [sum(tensor.numel() for tensor in group.values()) for group in groups]
         (dtype, device) = kinds.pop()
@@ -107,9 +109,11 @@ class FlatModel:
         return bool(self._private)
 
     def receive(self, shared: Tensor) -> None:
-        """Overwrite the shared part with what the server broadcast."""
+        """Overwrite the shared part with what the server broadcast, and put integer buffers back to their start."""
         with torch.no_grad():
             self.values[self.shared].copy_(shared)
+            for buffer, start in self._integers.items():
+                buffer.copy_(start)
 
     def shared_tensors(self, vector: Tensor) -> dict[str, Tensor]:
         """A vector of the shared part's size as tensors by name (views)."""

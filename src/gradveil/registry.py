@@ -153,6 +153,16 @@ def convert(cls: type[Any], settings: Mapping[str, object], owner: str) -> dict[
     return values
 
 
+def own_files(spec: str) -> list[str]:
+    """The user's Python files that a spec names.
+
+    Example:
+        >>> own_files("none+my/idea.py:Mine:x=1+other.py:Other")
+        ['my/idea.py', 'other.py']
+    """
+    return re.findall(r"(?:^|\+)([^+]+?\.py)(?=:)", spec)
+
+
 def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file holds
     """The object ``Name`` of the user's file, from ``path/file.py:Name``. Runs that file, as importing it would."""
     path_text, _, attribute = reference.rpartition(":")

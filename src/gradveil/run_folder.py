@@ -130,12 +130,12 @@ class RunFolder:
             raise RunFolderError(
                 f"rounds must be at least the {begun.rounds} that {self.path} was begun with, got {settings.rounds}."
             )
-        before, now = asdict(replace(begun, rounds=settings.rounds)), asdict(settings)
+        before, now = asdict(replace(begun, rounds=settings.rounds, save_rounds=settings.save_rounds)), asdict(settings)
         changed = [f"{key} = {now[key]!r} (was {before[key]!r})" for key in now if now[key] != before[key]]
         if changed:
             raise RunFolderError(
-                f"A resumed run must keep its settings (only rounds may grow), got {'; '.join(changed)} "
-                f"in {self.path}. Leave those options out, or choose another --out."
+                f"A resumed run must keep its settings (rounds may grow, save_rounds may change), got "
+                f"{'; '.join(changed)} in {self.path}. Leave those options out, or choose another --out."
             )
 
     def _load(self) -> Checkpoint | None:
@@ -149,8 +149,8 @@ class RunFolder:
             raise DataError(f"{path} must be a checkpoint of gradveil, got a file without a round.") from error
         if facts.get("data") != self._identity["data"]:
             raise RunFolderError(
-                f"A resumed run must have the data it began with, got other data than those of {self.path}. "
-                "Check --data-root and the files of the data set."
+                f"A resumed run must have the data, weights and own files it began with, got others in {self.path}. "
+                "Check --data-root, and the files of the data set, of --weights and of your own model or defence."
             )
         if facts.get("settings") != self._identity["settings"]:
             raise RunFolderError(f"{path} must be the checkpoint of a run with these settings, got that of another.")

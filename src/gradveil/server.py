@@ -53,11 +53,14 @@ def sample_clients(settings: TrainSettings, sizes: Sequence[int], round_number: 
     return torch.multinomial(weights, count, replacement=True, generator=rng).tolist()
 
 
-def update_weights(settings: TrainSettings, sizes: Sequence[int], drawn: Sequence[int]) -> dict[int, float]:
-    r"""The factor of each drawn client's update.
+def update_weights(
+    settings: TrainSettings, sizes: Sequence[int], drawn: Sequence[int], early: Sequence[int] = ()
+) -> dict[int, float]:
+    r"""The factor of each participating client's update: early clients always take part, the others were drawn.
 
     ``size``: :math:`n_k / \sum_{j \in S} n_j`; ``uniform``: :math:`1 / K`; ``unbiased``: :math:`p_k N / K` with
-    :math:`p_k = n_k / n`, which need not add up to one. A client drawn m times counts m times.
+    :math:`p_k = n_k / n`, which need not add up to one (an early client, never left to chance, has :math:`p_k`). A
+    client drawn m times counts m times.
 
     Reference: McMahan et al. 2017 (``size``); Li et al. 2020, https://arxiv.org/abs/1907.02189, Schemes I
     (``--sampling size-replace --weighting uniform``) and II (``--weighting unbiased``).
@@ -68,13 +71,15 @@ def update_weights(settings: TrainSettings, sizes: Sequence[int], drawn: Sequenc
         >>> update_weights(TrainSettings(clients=4, sampled=2, weighting="unbiased"), [10, 30, 20, 40], [0, 1])
         {0: 0.2, 1: 0.6}
     """
-    times = Counter(drawn)
+    present = [*early, *(client for client in drawn if client not in early)]
+    times = Counter(present)
     if settings.weighting == "uniform":
-        return {client: count / len(drawn) for client, count in times.items()}
+        return {client: count / len(present) for client, count in times.items()}
     if settings.weighting == "unbiased":
         factor = len(sizes) / len(drawn) / sum(sizes)
-        return {client: count * sizes[client] * factor for client, count in times.items()}
-    total = sum(sizes[client] for client in drawn)
+        fixed = {client: sizes[client] / sum(sizes) for client in early}
+        return {client: fixed.get(client, count * sizes[client] * factor) for client, count in times.items()}
+    total = sum(sizes[client] for client in present)
     return {client: count * sizes[client] / total for client, count in times.items()}
 
 
@@ -91,16 +96,21 @@ def learning_rate(settings: TrainSettings, round_number: int) -> float:
 
 
 class Aggregate:
-    """The running weighted sum of updates, in float64 and in a fixed order, so that the bits never vary."""
+    """The running weighted sum of updates, in float64 and in a fixed order, so that the bits never vary.
 
-    def __init__(self) -> None:
+    Buffers are averaged: their weights are divided by ``weight_sum``, since a variance must not be extrapolated.
+    """
+
+    def __init__(self, weight_sum: float = 1.0) -> None:
+        self._weight_sum = weight_sum
         self._totals: dict[str, Tensor] = {}
 
     def add(self, update: Update, weight: float) -> None:
         """Add one client's update."""
-        for name, tensor in {**update.tensors, **update.buffers}.items():
-            change = tensor.double() * weight
-            self._totals[name] = self._totals[name].add_(change) if name in self._totals else change
+        for tensors, factor in ((update.tensors, weight), (update.buffers, weight / self._weight_sum)):
+            for name, tensor in tensors.items():
+                change = tensor.double() * factor
+                self._totals[name] = self._totals[name].add_(change) if name in self._totals else change
 
     def apply(self, model: Tensors) -> dict[str, Tensor]:
         """The model after the sum is added to it; every tensor of the model must have been updated, and no other."""
@@ -155,7 +165,6 @@ def play_round(
     ``network`` is the server's copy of the network, for the hooks to look at; ``state`` is the server's own.
     """
     lr = learning_rate(settings, number)
-    aggregate = Aggregate()
     keep = number in settings.save_rounds
     sent: dict[int, Update] = {}
     server = Server(number, network, {}, state, stream(settings.seed, "server", number))
@@ -163,7 +172,8 @@ def play_round(
     # Step 1: choose who trains; early clients always do.
     early = defence.early_clients(len(sizes))
     drawn = sample_clients(settings, sizes, number)
-    weights = update_weights(settings, sizes, [*early, *(client for client in drawn if client not in early)])
+    weights = update_weights(settings, sizes, drawn, early)
+    aggregate = Aggregate(sum(weights.values()))
 
     def collect(clients: Sequence[int], side: Server) -> Iterator[tuple[int, Update]]:
         for client, update in engine.train(number, clients, model, side.public, lr):

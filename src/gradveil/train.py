@@ -13,6 +13,7 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset
 from gradveil.engines.devices import local_settings
 from gradveil.engines.simulation import Simulation
+from gradveil.registry import own_files
 from gradveil.report.curves import draw_curves
 from gradveil.report.training import write_page
 from gradveil.run_folder import RunFolder, to_lines
@@ -62,7 +63,7 @@ def train(
         RunFolder(out) as folder,
         Simulation(settings, data_root=data_root, workers=workers, clients_folder=out / "clients") as simulation,
     ):
-        checkpoint = folder.begin(settings, _fingerprint(simulation.dataset), resume=resume)
+        checkpoint = folder.begin(settings, _fingerprint(simulation.dataset, settings), resume=resume)
         rows: list[dict[str, Any]] = []
         done = 0
         if checkpoint is not None:
@@ -102,6 +103,8 @@ def _save_round(out: Path, played: Round, settings: TrainSettings) -> None:
         "batch_size": str(how.batch_size),
         "lr": repr(learning_rate(settings, played.number)),
         "momentum": repr(how.momentum),
+        "nesterov": str(how.nesterov).lower(),
+        "batch_norm": how.batch_norm,
         "weight_decay": repr(how.weight_decay),
         "normalise": settings.normalise,
     }
@@ -111,9 +114,11 @@ def _save_round(out: Path, played: Round, settings: TrainSettings) -> None:
         save_tensors(folder / f"update-{client}.safetensors", {**update.tensors, **update.buffers}, facts | own)
 
 
-def _fingerprint(dataset: Dataset) -> str:
-    """A short hash of the data: all labels, and a thousand of the images."""
+def _fingerprint(dataset: Dataset, settings: TrainSettings) -> str:
+    """A short hash of what the settings only point to: labels, a thousand images, weights, the user's own files."""
     digest = hashlib.blake2b(digest_size=16)
+    for path in [settings.weights, *own_files(settings.model), *own_files(settings.defence)]:
+        digest.update(Path(path).read_bytes() if path else b"")
     for split in (dataset.train, dataset.test):
         digest.update(repr((split.images.shape, str(split.images.dtype))).encode())
         digest.update(np.ascontiguousarray(split.labels).tobytes())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gradveil.defences import HOOKS
 from gradveil.registry import components
 
 ROOT = Path(__file__).parents[2]
@@ -28,4 +29,4 @@ def test_the_check_itself_bites(tmp_path):
     toothless.write_text("def test_nothing():\n    assert True\n")
     result = sabotage("chain", toothless)
     assert result.returncode == 1
-    assert "on_update" in result.stderr
+    assert all(hook in result.stderr for hook in HOOKS)

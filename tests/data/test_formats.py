@@ -314,7 +314,7 @@ class TestNpz:
             ({"x_train": np.full((4, 8, 6), np.nan)}, r"x_train must be in \[0, 1\].*nan"),
             ({"x_train": np.full((4, 8, 6), np.inf)}, r"x_train must be in \[0, 1\].*inf"),
             ({"x_train": np.zeros((4, 8, 6), np.int64)}, "x_train must be of type uint8"),
-            ({"x_train": np.zeros((4, 8, 6, 2), np.uint8)}, "x_train must have the shape"),
+            ({"x_train": np.zeros((4, 8, 6, 2), np.uint8)}, "images of one shape"),
             ({"x_train": np.zeros((4, 8), np.uint8)}, "x_train must have the shape"),
             ({"x_train": np.zeros((0, 8, 6), np.uint8), "y_train": np.zeros(0, int)}, "x_train must hold at least one"),
             ({"y_train": np.array([0.0, 1, 2, 1])}, "y_train must be integers"),

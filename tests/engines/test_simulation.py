@@ -316,3 +316,71 @@ def test_a_lone_image_before_batch_norm_is_explained():
         pytest.raises(ConfigError, match="batch_size"),
     ):
         simulation.step(1)
+
+
+def test_torch_threads_are_left_as_they_were(tiny):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Simulation(tiny, workers=0) as first, Simulation(tiny, workers=0) as second:
+            assert torch.get_num_threads() == 2
+            one, _ = first.step(1)
+            two, _ = second.step(1)
+            assert one["loss"] == two["loss"]
+            assert torch.get_num_threads() == 2
+        with pytest.raises(ConfigError):
+            Simulation(replace(tiny, model=f"{PROBES}:no_such"), workers=0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_integer_buffers_do_not_pass_from_client_to_client():
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm2d(1, momentum=None), nn.Flatten(), nn.Linear(64, 3))
+
+    settings = TrainSettings(clients=3, rounds=2, batch_size=0, save_rounds=(1,), normalise="none", lr=1e-3)
+    with Simulation(settings, workers=0, dataset=small_set(), network=network) as simulation:
+        _, played = simulation.step(1)
+        data = simulation.data
+    for client, update in played.sent.items():  # a cumulative average of one batch is that batch's mean
+        mean = data.client(client).images.mean().item()
+        assert update.buffers["0.running_mean"].item() == pytest.approx(mean, abs=1e-6)
+
+
+def test_buffers_are_averaged_even_where_weights_do_not_add_up_to_one():
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))
+
+    settings = TrainSettings(
+        clients=4, sampled=1, rounds=1, weighting="unbiased", batch_size=0, normalise="none", lr=1e-3, save_rounds=(1,),
+        partition="dirichlet:alpha=0.3,min_images=2",
+    )  # fmt: skip
+    with Simulation(settings, workers=0, dataset=small_set(), network=network) as simulation:
+        _, played = simulation.step(1)
+    (update,) = played.sent.values()
+    assert played.model["0.running_mean"].item() == pytest.approx(update.buffers["0.running_mean"].item(), abs=1e-6)
+
+
+def test_local_batch_norm_keeps_no_other_buffer(tiny):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm2d(1), nn.Linear(784, 10)
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, images):
+            return self.linear(self.norm(images * self.scale).flatten(1))
+
+    with Simulation(replace(tiny, batch_norm="local"), workers=0, network=Model) as simulation:
+        assert set(simulation.model) == {"norm.weight", "norm.bias", "linear.weight", "linear.bias", "scale"}
+
+
+def test_large_pictures_are_scored_in_smaller_chunks():
+    from gradveil.engines.devices import chunk_size
+
+    assert chunk_size((1, 28, 28)) == chunk_size((3, 64, 64)) == 500
+    assert chunk_size((3, 224, 224)) == 40
+    assert chunk_size((3, 9000, 9000)) == 1

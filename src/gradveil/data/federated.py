@@ -35,6 +35,12 @@ class FederatedData:
     sensitive: np.ndarray
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of an image."""
+        channels, height, width = self.train.images.shape[1:]
+        return channels, height, width
+
+    @property
     def sizes(self) -> list[int]:
         """Number of images of each client."""
         return [int(size) for size in np.diff(self.offsets)]

@@ -40,8 +40,8 @@ def read_npz(path: Path) -> OwnArrays:
     """Read ``x_train, y_train, x_test, y_test`` of an ``.npz`` file; nothing pickled is loaded.
 
     Images are (N, H, W), (N, H, W, C) or (N, C, H, W), uint8 or floating point in [0, 1]. Of four axes the last holds
-    the channels if its length is 1 or 3, otherwise the second if its length is. Labels are integers from 0, (N,) or
-    (N, 1).
+    the channels if its length is 1 or 3, otherwise the second if its length is, otherwise the shorter of the two (the
+    modalities of a scan, say), the second if they are equal. Labels are integers from 0, (N,) or (N, 1).
     """
     if not path.exists():
         raise MissingDataError(f"{path} must exist, but there is no such file. Put it there or name the right one.")
@@ -135,13 +135,12 @@ def _images(path: Path, name: str, array: np.ndarray) -> np.ndarray:
         raise DataError(f"{path}: {name} must be of type uint8, or float in [0, 1], got {array.dtype}. Convert it.")
     if array.ndim == 3:
         array = array[:, None]
-    elif array.ndim == 4 and array.shape[3] in (1, 3):
-        array = array.transpose(0, 3, 1, 2)
-    elif array.ndim != 4 or array.shape[1] not in (1, 3):
+    elif array.ndim != 4:
         raise DataError(
-            f"{path}: {name} must have the shape (N, H, W), (N, H, W, C) or (N, C, H, W) with 1 or 3 channels, "
-            f"got {array.shape}."
+            f"{path}: {name} must have the shape (N, H, W), (N, H, W, C) or (N, C, H, W), got {array.shape}."
         )
+    elif array.shape[3] in (1, 3) or (array.shape[1] not in (1, 3) and array.shape[3] < array.shape[1]):
+        array = array.transpose(0, 3, 1, 2)
     if array.size == 0:
         raise DataError(f"{path}: {name} must hold at least one image, got the shape {array.shape}.")
     if array.dtype.kind == "f":

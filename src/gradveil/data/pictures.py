@@ -9,7 +9,7 @@ from PIL import Image
 
 from gradveil.errors import DataError
 
-PICTURE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+PICTURE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _GREY_MODES = {"1", "L", "LA", "La"}
 _DEEP_MODES = {"F", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 

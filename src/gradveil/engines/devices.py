@@ -1,11 +1,13 @@
 """The device side of a simulation: many clients, one after the other, on one network in one process."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.client import LocalSettings, Score, score, train_locally
 from gradveil.config import TrainSettings
@@ -20,8 +22,18 @@ from gradveil.server import ScoreRequest
 from gradveil.storage import PrivateFolder
 from gradveil.types import Batch, Tensors, Update
 
-CHUNK = 500
-"""Images scored in one go; fixed, so that sums of losses have the same bits on any number of workers."""
+
+def chunk_size(shape: tuple[int, int, int]) -> int:
+    """Images scored in one go: 500 up to 3x64x64, fewer of larger ones.
+
+    It depends on nothing else, so that sums of losses have the same bits on any number of workers.
+    """
+    return max(1, min(500, 500 * 3 * 64 * 64 // math.prod(shape)))
+
+
+def chunks(data: FederatedData, request: ScoreRequest) -> range:
+    """Where each chunk of a request's images begins."""
+    return range(0, data.count(request.images, request.client), chunk_size(data.shape))
 
 
 def make_network(
@@ -55,9 +67,14 @@ def local_settings(settings: TrainSettings) -> LocalSettings:
 
 
 def is_private(network: nn.Module, defence: Defence, settings: TrainSettings) -> Callable[[str], bool]:
-    """Which tensors stay on the device: those that the defence names, and with ``batch_norm=local`` all buffers."""
-    buffers = {name for name, _ in network.named_buffers()} if settings.batch_norm == "local" else set()
-    return lambda name: name in buffers or defence.private(name)
+    """Which tensors stay on the device: the defence's choice, and with ``batch_norm=local`` BatchNorm's statistics."""
+    statistics = {
+        f"{layer_name}.{name}" if layer_name else name
+        for layer_name, layer in network.named_modules()
+        if settings.batch_norm == "local" and isinstance(layer, _BatchNorm)
+        for name, _ in layer.named_buffers()
+    }
+    return lambda name: name in statistics or defence.private(name)
 
 
 @contextmanager
@@ -106,8 +123,8 @@ class Devices:
         """One client's round: its data and private state in, the protected update out, the new state saved."""
         folder = self._private_folder(number)
         seed = self._settings.seed
-        state = self._restore(number, round_number, folder)
-        had_state = bool(state)
+        saved = self._restore(number, round_number, folder)
+        state = dict(saved or {})
         self._net.receive(received)
         client = Client(
             id=number,
@@ -120,40 +137,40 @@ class Devices:
             rng=stream(seed, "client", number, "round", round_number),
         )
         if self._defence.overrides("on_data"):
-            client = self._with_defended_data(client, folder)
+            client = self._with_defended_data(client, folder, is_new=saved is None)
         order = stream(seed, "batches", number, "round", round_number)
         with global_stream(seed, "layers", number, "round", round_number), _explain_single_image():
             update = train_locally(self._net, received, client, self._defence, self._how, lr, order)
         private = {f"model.{name}": tensor for name, tensor in self._net.private_tensors().items()}
-        if private or state or had_state:
+        if private or state or saved:
             folder.save_state(round_number, {**private, **{f"state.{key}": value for key, value in state.items()}})
         return update
 
     def score(self, request: ScoreRequest, start: int, after_round: int, received: Tensor) -> Score:
-        """Score `CHUNK` images from ``start`` on, with the server's tensors or a client's."""
+        """Score the chunk of images that begins at ``start``, with the server's tensors or a client's."""
         self._net.receive(received)
         if self._server_private:
             if request.client is None:
                 self._net.set_private(self._server_private)
             else:
                 self._restore(request.client, after_round + 1, self._private_folder(request.client))
-        batch = self._data.images(request.images, request.client, start, start + CHUNK)
+        batch = self._data.images(request.images, request.client, start, start + chunk_size(self._data.shape))
         return score(self._net.module, batch.to(self._settings.device))
 
     def _private_folder(self, number: int) -> PrivateFolder:
         return PrivateFolder(self._folder / str(number) / "private")
 
-    def _restore(self, number: int, round_number: int, folder: PrivateFolder) -> dict[str, Tensor]:
-        """Put a client's private tensors into the network and return the rest of its state."""
+    def _restore(self, number: int, round_number: int, folder: PrivateFolder) -> dict[str, Tensor] | None:
+        """Put a client's private tensors into the network and return the rest of its state; None if it is new."""
         saved = folder.load_state(round_number) if self._stateful else None
         if self._server_private:
             if saved is None:
                 self._net.set_private(self._flat(f"client {number}").private_tensors())
             else:
                 self._net.set_private({name: saved[f"model.{name}"] for name in self._server_private})
-        return {key.removeprefix("state."): t for key, t in (saved or {}).items() if key.startswith("state.")}
+        return None if saved is None else _without_prefix(saved, "state.")
 
-    def _with_defended_data(self, client: Client, folder: PrivateFolder) -> Client:
+    def _with_defended_data(self, client: Client, folder: PrivateFolder, *, is_new: bool) -> Client:
         """Replace the client's data by ``on_data``'s, made once and kept with the state that it left."""
         kept = folder.load("data")
         if kept is None:
@@ -162,7 +179,11 @@ class Devices:
             kept = {"images": data.images, "labels": data.labels, "sensitive": data.sensitive}
             kept |= {f"state.{key}": value for key, value in client.state.items()}
             folder.save("data", kept)
-        elif not client.state:
-            client.state.update({key.removeprefix("state."): t for key, t in kept.items() if key.startswith("state.")})
+        elif is_new:  # killed after its data were made, and before its first round was over
+            client.state.update(_without_prefix(kept, "state."))
         data = Batch(kept["images"], kept["labels"], kept["sensitive"]).to(self._settings.device)
         return replace(client, data=data)
+
+
+def _without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}

@@ -9,7 +9,7 @@ from gradveil.client import Score
 from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
 from gradveil.defences.base import Defence
-from gradveil.engines.devices import CHUNK, Devices
+from gradveil.engines.devices import Devices, chunks
 from gradveil.server import ScoreRequest
 from gradveil.types import Tensors, Update
 
@@ -41,10 +41,7 @@ class InProcess:
         received = self._vector(model)
         return [
             sum(
-                (
-                    self._devices.score(request, start, round_number, received)
-                    for start in range(0, self._data.count(request.images, request.client), CHUNK)
-                ),
+                (self._devices.score(request, start, round_number, received) for start in chunks(self._data, request)),
                 Score(),
             )
             for request in requests

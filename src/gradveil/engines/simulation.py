@@ -25,6 +25,8 @@ from gradveil.models.base import Normalisation
 from gradveil.server import Engine, Round, ScoreRequest, learning_rate, play_round
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+MOST_PERSONAL = 200
+"""Clients with a model of their own that are scored on all test images at the end."""
 Row = dict[str, object]
 
 
@@ -81,7 +83,6 @@ class Simulation:
         self.server_state: dict[str, Tensor] = {}
         self.sizes = self.data.sizes
         self._stack = ExitStack()
-        self._stack.enter_context(_single_thread())
         folder = clients_folder or Path(self._stack.enter_context(TemporaryDirectory(prefix="gradveil-clients-")))
         self.num_workers = 0 if live or device.type != "cpu" else _num_workers(workers, settings)
         self.engine: Engine
@@ -109,7 +110,9 @@ class Simulation:
     def run(self, first: int = 1, on_round: Callable[[Round], None] = lambda _: None) -> Iterator[Row]:
         """Play the rounds from ``first`` on; yields a row after each. With no rounds, only evaluates."""
         if self.settings.rounds == 0:
-            yield {"kind": "round", "round": 0, **self._evaluate(0, ()), "lr": None, "clients": 0, "seconds": 0.0}
+            with _single_thread():
+                figures = self._evaluate(0, ())
+            yield {"kind": "round", "round": 0, **figures, "lr": None, "clients": 0, "seconds": 0.0}
         for number in range(first, self.settings.rounds + 1):
             row, played = self.step(number)
             on_round(played)
@@ -117,6 +120,10 @@ class Simulation:
 
     def step(self, number: int) -> tuple[Row, Round]:
         """Play one round, move the global model and evaluate it."""
+        with _single_thread():
+            return self._step(number)
+
+    def _step(self, number: int) -> tuple[Row, Round]:
         started = time.perf_counter()
         self.net.receive(self.net.shared_vector(self.model))
         played = play_round(
@@ -137,19 +144,24 @@ class Simulation:
         return row, played
 
     def client_rows(self, round_number: int) -> list[Row]:
-        """Each client's size and the accuracy of its model on its own training images and on the test images."""
+        """Each client's size and the accuracy of its model on its own training images and on the test images.
+
+        Where clients have private tensors, each has a model of its own; the test images are then scored for the first
+        `MOST_PERSONAL` clients only.
+        """
         everyone = range(self.settings.clients)
-        requests = [ScoreRequest("own", client) for client in everyone]
-        own = self.engine.score(round_number, requests, self.model)
-        personal = self.net.has_private
-        asked = [ScoreRequest("test", client) for client in everyone] if personal else [ScoreRequest("test")]
-        test = self.engine.score(round_number, asked, self.model)
+        personal = everyone[:MOST_PERSONAL] if self.net.has_private else range(0)
+        asked = [ScoreRequest("test", client) for client in personal] or [ScoreRequest("test")]
+        with _single_thread():
+            own = self.engine.score(round_number, [ScoreRequest("own", client) for client in everyone], self.model)
+            test = [score.accuracy for score in self.engine.score(round_number, asked, self.model)]
+        others = None if personal else test[0]
         return [
             {
                 "client": client,
                 "images": self.sizes[client],
                 "accuracy_own": own[client].accuracy,
-                "accuracy_test": test[client if personal else 0].accuracy,
+                "accuracy_test": test[client] if client < len(personal) else others,
             }
             for client in everyone
         ]

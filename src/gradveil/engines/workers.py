@@ -7,6 +7,8 @@ are taken in the order of the clients, whichever worker finishes first, so the b
 
 import ctypes
 import multiprocessing
+import shutil
+import sys
 import tempfile
 import traceback
 from collections import deque
@@ -27,7 +29,7 @@ from gradveil.client import Score
 from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
 from gradveil.defences.chain import build_defence
-from gradveil.engines.devices import CHUNK, Devices, make_network
+from gradveil.engines.devices import Devices, chunks, make_network
 from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation
 from gradveil.server import ScoreRequest
@@ -83,7 +85,7 @@ class Workers:
 
     def __init__(self, blueprint: Blueprint, data: FederatedData, net: FlatModel, num_workers: int) -> None:
         self._data, self._net = data, net
-        self._scratch = tempfile.TemporaryDirectory(prefix="gradveil-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="gradveil-", ignore_cleanup_errors=True)
         folder = Path(self._scratch.name)
         rows, size = 1 + 2 * _AHEAD * num_workers, net.shared.stop - net.shared.start
         try:
@@ -99,6 +101,7 @@ class Workers:
         self._free_rows = list(range(1, rows))
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
+        self._answered: set[Connection] = set()
         self._processes = []
         for _ in range(num_workers):
             here, there = context.Pipe()
@@ -134,13 +137,9 @@ class Workers:
     def score(self, round_number: int, requests: Sequence[ScoreRequest], model: Tensors) -> list[Score]:
         """Score models on all workers, chunk by chunk."""
         self._begin(round_number, model, {}, 0.0)
-        chunks = [
-            _ScoreChunk(request, start)
-            for request in requests
-            for start in range(0, self._data.count(request.images, request.client), CHUNK)
-        ]
+        pieces = [_ScoreChunk(request, start) for request in requests for start in chunks(self._data, request)]
         totals = dict.fromkeys(requests, Score())
-        for chunk, part in zip(chunks, self._run(chunks, _read_score), strict=True):
+        for chunk, part in zip(pieces, self._run(pieces, _read_score), strict=True):
             totals[chunk.request] += part
         return [totals[request] for request in requests]
 
@@ -188,13 +187,20 @@ class Workers:
         for pipe in wait(self._pipes):
             if isinstance(pipe, Connection):
                 try:
-                    yield pipe, pipe.recv()
+                    message = pipe.recv()
+                    self._answered.add(pipe)
+                    yield pipe, message
                 except (EOFError, OSError) as error:
                     raise self._lost(pipe) from error
 
     def _lost(self, pipe: Connection) -> errors.WorkerError:
         process = self._processes[self._pipes.index(pipe)]
         process.join(5)
+        if pipe not in self._answered:
+            return errors.WorkerError(
+                f"A worker process ended before its first answer (exit code {process.exitcode}). Workers import the "
+                "script that starts them: guard its body with `if __name__ == '__main__':`, or use workers=0."
+            )
         return errors.WorkerError(
             f"A worker process ended by itself (exit code {process.exitcode}; -9 often means that memory ran out). "
             "The last checkpoint is whole: run again with --resume, perhaps with fewer --workers."
@@ -205,6 +211,7 @@ def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
     """Body of a worker process: serve tasks until the pipe closes."""
     _keep_freed_memory()
     torch.set_num_threads(1)
+    sys.stdout = sys.stderr  # what a user's model prints is no result
     data = FederatedData.load(folder)
     vectors = np.load(folder / "vectors.npy", mmap_mode="r+")
     devices: Devices | None = None
@@ -237,8 +244,8 @@ def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
             except Exception:
                 result = _Failure("", traceback.format_exc())
             pipe.send((number, row, result))
-    except (EOFError, OSError):  # the parent closed the pipe, or is gone
-        return
+    except (EOFError, OSError):  # the parent closed the pipe, or is gone: no private image may stay behind
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _build_devices(blueprint: Blueprint, data: FederatedData) -> Devices:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from gradveil.storage import write_atomic
 
-_SERIES = {"accuracy": "test", "accuracy_sensitive": "sensitive images", "accuracy_server": "server's own"}
+_SERIES = {"accuracy": "test", "accuracy_sensitive": "sensitive (training images)", "accuracy_server": "server's own"}
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
