@@ -5,6 +5,8 @@ from gradveil.data import Dataset, load_dataset
 from gradveil.defences import Chain, Client, Defence, Server, build_defence
 from gradveil.engines.simulation import Simulation
 from gradveil.models import create_model
+from gradveil.observe import observe
+from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
 from gradveil.types import Batch, Update
 
 __all__ = [
@@ -13,11 +15,16 @@ __all__ = [
     "Client",
     "Dataset",
     "Defence",
+    "Knowledge",
+    "Observation",
+    "Reconstruction",
     "Server",
     "Simulation",
+    "ThreatModel",
     "TrainSettings",
     "Update",
     "build_defence",
     "create_model",
     "load_dataset",
+    "observe",
 ]

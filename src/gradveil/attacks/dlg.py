@@ -39,7 +39,7 @@ class Dlg(Attack):
     iterations: int = 300
     lr: float = 1.0
     restarts: int = 1
-    stop_below: float = 1e-9
+    stop_below: float = 1e-6
     chunk: int = 32
     keep: int = 0
 

@@ -27,7 +27,7 @@ class Search:
         boxed: whether guesses are kept inside [0, 1].
         tv: weight of total variation.
         restarts: searches from different starts; the one with the least loss is kept.
-        stop_below: a target whose loss falls below this is done.
+        stop_below: a chunk is done when each of its targets has a restart with a loss below this.
         chunk: targets (times restarts) taken together; more do not fit a CPU's cache.
         keep: iterates kept for the report.
     """
@@ -54,7 +54,8 @@ def match_gradients(
     wanted = {name: tensor.repeat_interleave(restarts, 0) for name, tensor in seen.gradients.items()}
     known = None if labels is None else labels.repeat_interleave(restarts, 0)
     pieces = []
-    for some in torch.split(torch.arange(targets * restarts), search.chunk):
+    together = max(1, search.chunk // restarts) * restarts  # the restarts of a target stay in one chunk
+    for some in torch.split(torch.arange(targets * restarts), together):
         part = {name: tensor[some] for name, tensor in wanted.items()}
         pieces.append(_search(seen, part, batch_size, None if known is None else known[some], search, rng))
     images, soft, loss = (torch.cat([piece[i] for piece in pieces]) for i in range(3))
@@ -111,7 +112,7 @@ def _search(
         best.offer(flat, loss)
         if every and step % every == 0:
             shown.append(space.to_pixels(split(best.variables)[0]).clamp(0, 1).view(count, batch_size, *seen.shape))
-        if bool((best.loss <= search.stop_below).all()):
+        if bool((best.loss.view(-1, search.restarts).amin(1) <= search.stop_below).all()):
             break
     images, targets = split(best.variables)
     pictures = space.to_pixels(images).clamp(0, 1).view(count, batch_size, *seen.shape)

@@ -70,9 +70,10 @@ class BatchedLbfgs:
         self._lr, self._max_iterations, self._history = lr, max_iterations, history
         self._tolerance_gradient, self._tolerance_change = tolerance_gradient, tolerance_change
         new = variables.new_zeros
-        self._differences: list[Tensor] = []  # each slot (T, D), made when it is first needed
-        self._steps: list[Tensor] = []
-        self._inverse = new(targets, history)  # 1 / <y, s> of each slot
+        self._differences = new(history, targets, size)  # slot s of target t is [s, t]
+        self._steps = new(history, targets, size)
+        self._inverse = new(history, targets)  # 1 / <y, s> of each slot
+        self._rows = torch.arange(targets, device=variables.device)
         self._count = torch.zeros(targets, dtype=torch.long, device=variables.device)
         self._diagonal = variables.new_ones(targets)
         self._direction = new(targets, size)
@@ -135,34 +136,16 @@ class BatchedLbfgs:
         self._direction = torch.where(active[:, None], direction, self._direction)
 
     def _remember(self, difference: Tensor, step: Tensor, curvature: Tensor, accept: Tensor) -> None:
-        slots = self._count % self._history
-        needed = int(slots[accept].max()) + 1 if bool(accept.any()) else 0
-        while len(self._steps) < needed:
-            self._steps.append(torch.zeros_like(step))
-            self._differences.append(torch.zeros_like(step))
-        for slot in sorted(set(slots[accept].tolist())):
-            here = (accept & (slots == slot))[:, None]
-            self._steps[slot] = torch.where(here, step, self._steps[slot])
-            self._differences[slot] = torch.where(here, difference, self._differences[slot])
-            self._inverse[:, slot] = torch.where(here[:, 0], 1 / curvature, self._inverse[:, slot])
+        rows = self._rows[accept]
+        slots = (self._count % self._history)[accept]
+        self._differences[slots, rows] = difference[accept]
+        self._steps[slots, rows] = step[accept]
+        self._inverse[slots, rows] = 1 / curvature[accept]
         self._count = self._count + accept
 
     def _recall(self, age: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Each target's pair of a given age, and whether it has one."""
-        held = self._count.clamp_max(self._history) > age
         slots = (self._count - 1 - age) % self._history
-        slots = torch.where(held, slots, torch.zeros_like(slots))
-        first = int(slots[0])
-        if bool((slots == first).all()):
-            pair = self._differences[first], self._steps[first]
-        else:
-            rows = torch.arange(len(slots), device=slots.device)
-            used = sorted(set(slots.tolist()))
-            position = {slot: index for index, slot in enumerate(used)}
-            index = torch.tensor([position[slot] for slot in slots.tolist()], device=slots.device)
-            pair = (
-                torch.stack([self._differences[slot] for slot in used])[index, rows],
-                torch.stack([self._steps[slot] for slot in used])[index, rows],
-            )
-        inverse = self._inverse.gather(1, slots[:, None])[:, 0]
-        return (*pair, inverse, held.to(inverse.dtype))
+        held = (self._count.clamp_max(self._history) > age).to(self._inverse.dtype)
+        at = (slots, self._rows)
+        return self._differences[at], self._steps[at], self._inverse[at], held
