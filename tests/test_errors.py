@@ -14,7 +14,7 @@ TREE = {name: cls for name, cls in vars(errors).items() if inspect.isclass(cls) 
 
 def test_the_tree_in_the_docstring_is_the_tree_of_the_classes():
     drawn = [line for line in errors.__doc__.splitlines() if "──" in line]
-    assert len(drawn) == len(TREE) - 1 == 9
+    assert len(drawn) == len(TREE) - 1 > 0
     parents = ["GradveilError"]
     for line in drawn:
         depth = line.index("──") // 4

@@ -388,7 +388,7 @@ def test_other_data_under_the_same_name_are_noticed(small, tmp_path, no_pictures
     moved = replace(small, dataset=str(path))
     stop_after(moved, tmp_path / "run", 2)
     np.savez(path, **arrays | {"y_train": arrays["y_train"][::-1]})
-    with pytest.raises(RunFolderError, match="must have the data it began with"):
+    with pytest.raises(RunFolderError, match="must have the data, weights and own files it began with"):
         train(moved, tmp_path / "run", workers=0, resume=True)
     np.savez(path, **arrays)
     train(moved, tmp_path / "run", workers=0, resume=True)

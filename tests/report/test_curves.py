@@ -20,12 +20,12 @@ def lines(axes):
 def test_accuracy_is_shown_in_per_cent_and_loss_as_it_is():
     left, right = curves(rows(accuracy_sensitive=0.25)).axes
     assert lines(left)["test"] == [[1, 10], [2, 20], pytest.approx([3, 30])]
-    assert lines(left)["sensitive images"] == [[1, 25], [2, 25], [3, 25]]
+    assert lines(left)["sensitive (training images)"] == [[1, 25], [2, 25], [3, 25]]
     assert [line.get_xydata().tolist() for line in right.lines] == [[[1, 2.0], [2, 1.0], pytest.approx([3, 2 / 3])]]
     assert left.get_ylim() == (0, 100)
     assert right.get_ylim()[0] == 0
     assert left.get_xlabel() == right.get_xlabel() == "round"
-    assert [text.get_text() for text in left.get_legend().get_texts()] == ["test", "sensitive images"]
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["test", "sensitive (training images)"]
 
 
 def test_rounds_without_figures_are_left_out():
