@@ -143,8 +143,3 @@ def test_the_network_is_a_copy_and_is_left_alone():
 def test_batches_of_different_shapes_are_refused():
     with pytest.raises(ConfigError, match="one shape"):
         observe(network(), [*batches(1, 2), *batches(1, 3)], threat=ThreatModel(), num_classes=3)
-
-
-def test_unknown_knowledge_is_refused():
-    with pytest.raises(ThreatModelError, match="colours"):
-        ThreatModel.of("colours")

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,7 @@ def _play(
         state: dict[str, Tensor] = {}
         rng = stream(seed, "client", number, "round", round_number)
         client = Client(number, round_number, module, net.shared_tensors(received), batch, {}, state, rng)
-        client = Client(**{**vars(client), "data": defence.on_data(batch, client)})
+        client = replace(client, data=defence.on_data(batch, client))
         order = stream(seed, "batches", number, "round", round_number)
         update = train_locally(net, received, client, defence, how, lr, order)
     return update, {**net.private_tensors(), **state}
