@@ -21,17 +21,18 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/installed-bench  ## speed against a plain loop and Flower's simulation, in one run
-	$(BIN)/python benchmarks/simulation.py
+bench: .venv-bench/installed  ## speed against a plain loop and Flower's simulation, in one run
+	.venv-bench/bin/python benchmarks/simulation.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.venv/installed-bench: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+.venv-bench/installed: pyproject.toml constraints.txt  # apart: Flower pins much
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@
 
 clean:
-	rm -rf .venv runs build dist src/*.egg-info
+	rm -rf .venv .venv-bench runs build dist src/*.egg-info
