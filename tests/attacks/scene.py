@@ -1,0 +1,30 @@
+"""A scene that leaks: small smooth pictures, a network, and what a server sees of them."""
+
+import torch
+
+from gradveil.models import create_model
+from gradveil.observe import observe
+from gradveil.threat import ThreatModel
+from gradveil.types import Batch
+
+
+def scene(targets=2, size=1, grants=("num-examples", "labels"), normalisation=None, side=8):
+    """Small smooth pictures, a network that leaks, and what a server sees."""
+    rng = torch.Generator().manual_seed(1)
+    coarse = torch.rand(targets * size, 1, 3, 3, generator=rng)
+    truth = torch.nn.functional.interpolate(coarse, size=(side, side), mode="bilinear").view(
+        targets, size, 1, side, side
+    )
+    labels = torch.randint(0, 4, (targets, size), generator=rng)
+    network = create_model("lenet-dlg", (1, side, side), 4, 0, normalisation).eval()
+    private = [Batch(truth[t], labels[t], torch.zeros(size) > 0) for t in range(targets)]
+    return truth, labels, observe(network, private, threat=ThreatModel.of(*grants), num_classes=4)
+
+
+def psnr(truth, guess):
+    mse = (truth - guess).square().flatten(1).mean(1)
+    return -10 * mse.log10()
+
+
+def run(attack, seen, seed=0):
+    return attack(seen, torch.Generator().manual_seed(seed))
