@@ -2,14 +2,15 @@
 
 All examples share the weights, so one batched forward and one batched backward suffice: the layers' inputs and the
 gradients of their outputs are captured, and each layer's weight gradient is a small product of the two
-(Goodfellow 2015, https://arxiv.org/abs/1510.01799; convolutions by unfolding, as Opacus does). With
+(Goodfellow 2015, https://arxiv.org/abs/1510.01799; convolutions by patches, as Opacus does). With
 ``create_graph=True`` the result can be differentiated once more, which gradient matching needs.
 
 Layers with a rule of their own: Linear, Conv2d, BatchNorm (evaluation mode), GroupNorm, LayerNorm. Any other layer
 takes `torch.func.vmap` over its own backward, and so does a network as a whole whose parameters are not all reached.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradveil.convolution import Geometry, convolve, weight_gradient
 from gradveil.errors import ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -148,7 +150,7 @@ def _run(
 
     handles = [layer.register_forward_hook(recorder(name)) for name, layer in layers.items()]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _small_convolutions(network) if images.requires_grad else nullcontext():
             value = total(network(images))
     finally:
         for handle in handles:
@@ -157,6 +159,51 @@ def _run(
         return _run(network, layers, total, images, create_graph, copy=True)
     outputs = [call.output for call in calls]
     return calls, torch.autograd.grad(value, outputs, create_graph=create_graph, allow_unused=True)
+
+
+@contextmanager
+def _small_convolutions(network: nn.Module) -> Iterator[None]:
+    """Compute convolutions of few channels by matrix products while the inputs are what is differentiated by.
+
+    oneDNN takes up to three times as long for them, most of it for the gradient by the input. The weights count as
+    constants, which they are for whoever searches images.
+    """
+
+    def by_products(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
+        def forward(images: Tensor) -> Tensor:
+            where = _geometry(layer, images)
+            if where is None:
+                return nn.Conv2d.forward(layer, images)
+            output = convolve(images, layer.weight.detach(), where)
+            return output if layer.bias is None else output + layer.bias.detach()[:, None, None]
+
+        return forward
+
+    small = [
+        layer
+        for layer in network.modules()
+        if type(layer) is nn.Conv2d and layer.in_channels * layer.out_channels < _SMALL and "forward" not in vars(layer)
+    ]
+    for layer in small:
+        vars(layer)["forward"] = by_products(layer)
+    try:
+        yield
+    finally:
+        for layer in small:
+            del vars(layer)["forward"]
+
+
+_SMALL = 256
+"""Input times output channels below which matrix products win, by benchmarks on a CPU."""
+
+
+def _geometry(layer: nn.Conv2d, images: Tensor) -> Geometry | None:
+    """Where a convolution's kernel goes; None for those that `gradveil.convolution` does not know."""
+    plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
+    if not plain or isinstance(layer.padding, str):
+        return None
+    pairs = [(pair[0], pair[1]) for pair in (images.shape[2:], layer.kernel_size, layer.stride, layer.padding)]
+    return Geometry(*pairs)
 
 
 def _own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
@@ -193,6 +240,9 @@ def _linear(inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
 
 
 def _conv2d(layer: nn.Conv2d, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    where = _geometry(layer, inputs)
+    if where is not None:
+        return {"weight": weight_gradient(inputs, gradient, where), "bias": gradient.sum((2, 3))}
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     padded = F.pad(inputs, layer._reversed_padding_repeated_twice, mode=mode)
     patches = F.unfold(padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride)  # (N, in*k*k, L)

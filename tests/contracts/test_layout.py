@@ -7,9 +7,9 @@ from pathlib import Path
 import gradveil
 
 ORDER = [
-    "errors", "validate", "randomness", "types", "registry", "config", "storage", "data", "metrics", "models", "grads",
-    "flat", "defences", "client", "server", "threat", "observe", "attacks", "engines", "report", "run_folder", "train",
-    "cli",
+    "errors", "validate", "randomness", "types", "registry", "config", "storage", "data", "metrics", "models",
+    "convolution", "grads", "flat", "defences", "client", "server", "threat", "observe", "attacks", "engines", "report",
+    "run_folder", "train", "cli",
 ]  # fmt: skip
 SOURCE = Path(gradveil.__file__).parent
 

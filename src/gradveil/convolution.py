@@ -1,0 +1,152 @@
+r"""A convolution with weights of its own for each example, and what autograd needs of it, by matrix products.
+
+The three maps come from one trilinear form :math:`\langle \delta, C(x, V)\rangle = \langle V, G(x, \delta)\rangle =
+\langle x, T(\delta, V)\rangle`: `convolve` (C), `weight_gradient` (G) and `transpose` (T, the gradient by the input).
+The derivative of each is made of the other two, so all can be differentiated as often as one likes.
+
+Neither grouped convolutions nor unfold and fold are used: on a CPU both take several times as long. Patches are copied
+from a channels-last image, where they are long runs of memory, and T is itself a convolution, of the output gradient
+with its stride taken apart (one small kernel for each remainder of the position by the stride).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where a kernel goes on an image; each pair is (vertical, horizontal). Zeros pad both sides alike."""
+
+    size: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    @property
+    def outputs(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        down, across = (
+            (size + 2 * padding - kernel) // stride + 1
+            for size, kernel, stride, padding in zip(self.size, self.kernel, self.stride, self.padding, strict=True)
+        )
+        return down, across
+
+
+def convolve(images: Tensor, weight: Tensor, where: Geometry) -> Tensor:
+    """C: images (N, in, H, W) and weights (N, out, in, kh, kw), or (out, in, kh, kw) for all, to (N, out, H', W')."""
+    result: Tensor = _Convolve.apply(images, weight, where)  # type: ignore[no-untyped-call]
+    return result
+
+
+def weight_gradient(images: Tensor, delta: Tensor, where: Geometry) -> Tensor:
+    """G: gradients by each one's weights (N, out, in, kh, kw), from input and output gradient (N, out, H', W')."""
+    result: Tensor = _WeightGradient.apply(images, delta, where)  # type: ignore[no-untyped-call]
+    return result
+
+
+def transpose(delta: Tensor, weight: Tensor, where: Geometry) -> Tensor:
+    """T: the gradient by the images (N, in, H, W), from output gradient and weights as in `convolve`."""
+    result: Tensor = _Transpose.apply(delta, weight, where)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, images, weight, where):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        ctx.save_for_backward(images, weight)
+        ctx.where = where
+        patches = _patches(_channels_last(images, where.padding, where.padding), where.kernel, where.stride)
+        return (_rows(weight) @ patches.mT).view(len(images), -1, *where.outputs)
+
+    @staticmethod
+    def backward(ctx, delta):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        images, weight = ctx.saved_tensors
+        by_images = transpose(delta, weight, ctx.where) if ctx.needs_input_grad[0] else None
+        by_weight = weight_gradient(images, delta, ctx.where) if ctx.needs_input_grad[1] else None
+        return by_images, _like(by_weight, weight), None
+
+
+class _WeightGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, images, delta, where):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        ctx.save_for_backward(images, delta)
+        ctx.where = where
+        patches = _patches(_channels_last(images, where.padding, where.padding), where.kernel, where.stride)
+        product = delta.flatten(2) @ patches  # (N, out, kh * kw * in)
+        return product.view(*product.shape[:2], *where.kernel, images.shape[1]).permute(0, 1, 4, 2, 3)
+
+    @staticmethod
+    def backward(ctx, direction):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        images, delta = ctx.saved_tensors
+        by_images = transpose(delta, direction, ctx.where) if ctx.needs_input_grad[0] else None
+        by_delta = convolve(images, direction, ctx.where) if ctx.needs_input_grad[1] else None
+        return by_images, by_delta, None
+
+
+class _Transpose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, delta, weight, where):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        ctx.save_for_backward(delta, weight)
+        ctx.where = where
+        return _transpose(delta, weight, where)
+
+    @staticmethod
+    def backward(ctx, images):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        delta, weight = ctx.saved_tensors
+        by_delta = convolve(images, weight, ctx.where) if ctx.needs_input_grad[0] else None
+        by_weight = weight_gradient(images, delta, ctx.where) if ctx.needs_input_grad[1] else None
+        return by_delta, _like(by_weight, weight), None
+
+
+def _like(gradient: Tensor | None, weight: Tensor) -> Tensor | None:
+    """The gradient by a weight that all examples share is the sum of theirs."""
+    return gradient.sum(0) if gradient is not None and weight.dim() == 4 else gradient
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """Weights (..., out, in, kh, kw) as (..., out, kh * kw * in), the order of the patches."""
+    return weight.movedim(-3, -1).flatten(-3)
+
+
+def _channels_last(images: Tensor, before: tuple[int, int], after: tuple[int, int]) -> Tensor:
+    """(N, C, H, W) padded with zeros as contiguous (N, H + ..., W + ..., C)."""
+    sides = (0, 0, before[1], after[1], before[0], after[0])
+    return F.pad(images.permute(0, 2, 3, 1), sides).contiguous()
+
+
+def _patches(images: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tensor:
+    """All windows of contiguous (N, H, W, C) as (N, positions, kh * kw * C)."""
+    windows = images.unfold(1, kernel[0], stride[0]).unfold(2, kernel[1], stride[1])  # (N, H', W', C, kh, kw)
+    return windows.permute(0, 1, 2, 4, 5, 3).reshape(len(images), -1, kernel[0] * kernel[1] * images.shape[3])
+
+
+def _transpose(delta: Tensor, weight: Tensor, where: Geometry) -> Tensor:
+    r"""T, the stride taken apart.
+
+    Position u of the image is :math:`s q + r`. Tap i of the kernel joins it to output o where
+    :math:`u = s o + i - p`, so with :math:`m = q - o` the tap is :math:`i = s m + r + p`. For fixed r this is a
+    convolution of delta over m with stride 1; all r have one set of m, taps outside the kernel being zero.
+    """
+    cells, taps, lows, highs = [], [], [], []
+    for size, kernel, stride, padding in zip(where.size, where.kernel, where.stride, where.padding, strict=True):
+        low, high = -((stride - 1 + padding) // stride), (kernel - 1 - padding) // stride  # range of m
+        cells.append(-(-size // stride))  # range of q
+        taps.append(high - low + 1)
+        lows.append(-(stride * low + padding))  # zeros before the kernel's first tap
+        highs.append(high)
+    needed = [(c - 1) + t for c, t in zip(cells, taps, strict=True)]  # extent of delta from o = -high on
+    after = tuple(n - h - o for n, h, o in zip(needed, highs, delta.shape[2:], strict=True))
+    windows = _patches(_channels_last(delta, (highs[0], highs[1]), (after[0], after[1])), (taps[0], taps[1]), (1, 1))
+    (down, across), (channels_out, channels_in) = where.stride, weight.shape[-4:-2]
+    rest = [t * s - low - k for t, s, low, k in zip(taps, where.stride, lows, where.kernel, strict=True)]
+    padded = F.pad(weight, (lows[1], rest[1], lows[0], rest[0]))
+    apart = padded.reshape(-1, channels_out, channels_in, taps[0], down, taps[1], across).flip(3, 5)
+    kernels = apart.permute(0, 4, 6, 2, 3, 5, 1).reshape(len(apart), down * across * channels_in, -1)
+    result = kernels @ windows.mT  # (N, down * across * in, cells)
+    result = result.view(-1, down, across, channels_in, cells[0], cells[1]).permute(0, 3, 4, 1, 5, 2)
+    return result.reshape(len(result), channels_in, cells[0] * down, cells[1] * across)[
+        ..., : where.size[0], : where.size[1]
+    ]
