@@ -34,6 +34,17 @@ class LocalSettings:
     weight_decay: float = 0.0
     batch_norm: str = "average"
 
+    def num_steps(self, num_examples: int) -> int:
+        """How many steps a round takes on so many images.
+
+        Example:
+            >>> LocalSettings(epochs=2, batch_size=4).num_steps(10)
+            6
+        """
+        if self.algorithm == "fedsgd":
+            return 1
+        return self.epochs * -(-num_examples // (self.batch_size or num_examples))
+
 
 def train_locally(
     net: FlatModel,

@@ -9,11 +9,13 @@ from a channels-last image, where they are long runs of memory, and T is itself 
 with its stride taken apart (one small kernel for each remainder of the position by the stride).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,32 @@ def _channels_last(images: Tensor, before: tuple[int, int], after: tuple[int, in
 
 def _patches(images: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tensor:
     """All windows of contiguous (N, H, W, C) as (N, positions, kh * kw * C)."""
+    if len(images) > _FEW and get_proxy_mode() is not None:
+        whole: Tensor = copy_patches(images, list(kernel), list(stride))
+        return whole
+    return _copied(images, kernel, stride)
+
+
+def _copied(images: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> Tensor:
     windows = images.unfold(1, kernel[0], stride[0]).unfold(2, kernel[1], stride[1])  # (N, H', W', C, kh, kw)
     return windows.permute(0, 1, 2, 4, 5, 3).reshape(len(images), -1, kernel[0] * kernel[1] * images.shape[3])
+
+
+_FEW = 4
+"""Up to so many examples a compiler makes more of the single copies, by saving calls; beyond, it copies slowly."""
+
+
+@torch.library.custom_op("gradveil::copy_patches", mutates_args=())
+def copy_patches(images: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
+    """`_patches` as one operation, which TorchInductor leaves as it is."""
+    patches = _copied(images, kernel, stride)
+    return patches if patches.untyped_storage().data_ptr() != images.untyped_storage().data_ptr() else patches.clone()
+
+
+@copy_patches.register_fake
+def _(images: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
+    down, across = ((images.shape[1 + i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
+    return images.new_empty(len(images), down * across, kernel[0] * kernel[1] * images.shape[3])
 
 
 def _transpose(delta: Tensor, weight: Tensor, where: Geometry) -> Tensor:

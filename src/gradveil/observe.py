@@ -50,6 +50,11 @@ def observe(
         raise ConfigError(f"private must be batches of one shape, got {[tuple(b.images.shape) for b in private]}.")
     defence = defence or Defence()
     how = how or LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freeze")
+    if how.algorithm == "fedsgd" and how.batch_size not in (0, len(private[0])):
+        raise ConfigError(
+            f"batch_size of fedsgd must be that of the private batches here ({len(private[0])}, or 0 for all), "
+            f"got {how.batch_size}. Give the batch that is sent as private data."
+        )
     with global_stream(seed, "observe"):
         server = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "server"))
     sent, states = [], []
@@ -69,14 +74,13 @@ def observe(
     if Knowledge.BATCH_STATISTICS in threat.knows:
         facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(network, private)
     channels, height, width = private[0].images.shape[1:]
-    single = how.algorithm == "fedsgd" or (how.epochs == 1 and how.batch_size in (0, len(private[0])))
     return Observation(
         network=server.eval(),
         updates=_stack([update.tensors for update in sent]),
         buffers=_stack([update.buffers for update in sent]),
         shape=(channels, height, width),
         num_classes=num_classes,
-        single_step=single,
+        single_step=how.num_steps(len(private[0])) == 1,
         threat=threat,
         _facts={knowledge: fact for knowledge, fact in facts.items() if knowledge in threat.knows},
         _step_size=lr,

@@ -144,6 +144,17 @@ class Observation:
         return {name: tensor / -self._step_size for name, tensor in self.updates.items()}
 
     @property
+    def mean_gradients(self) -> dict[str, Tensor]:
+        """(T, ...) minus each client's change over learning rate and number of steps: a single step's is its gradient.
+
+        Several steps need to be known, and how many images there were.
+        """
+        if self.single_step:
+            return self.gradients
+        length = self.lr * self.local_steps.num_steps(self.num_examples)
+        return {name: tensor / -length for name, tensor in self.updates.items()}
+
+    @property
     def lr(self) -> float:
         """The clients' learning rate: the server's own for FedSGD, else part of the local steps."""
         if not self.single_step:

@@ -18,7 +18,7 @@ def test_the_best_restart_by_the_attackers_own_loss_is_kept(monkeypatch):
     _, _, seen = scene(targets=2)
     losses = torch.tensor([3.0, 1.0, 2.0, 0.5, 4.0, 9.0])  # three restarts of each of two targets
 
-    def search(seen, wanted, batch_size, labels, search, rng):
+    def search(attack, search, step, task, rng):
         images = torch.arange(6.0).view(6, 1, 1, 1, 1).expand(6, 1, 1, 8, 8) / 10
         return images, torch.zeros(6, 1, 4), losses, images.new_empty(0, 6, 1, 1, 8, 8)
 

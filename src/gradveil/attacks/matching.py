@@ -1,17 +1,48 @@
-"""Gradient matching: find images whose gradient is the one seen. The loop that DLG, iDLG, GS and their kin share."""
+"""Gradient matching: find images whose update is the one seen. The loop that DLG, iDLG, GS and GradInversion share."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from gradveil.attacks.base import Attack
+from gradveil.attacks.parts.compiled import compiled
+from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
 from gradveil.attacks.parts.objectives import Objective
-from gradveil.attacks.parts.optimisers import BatchedLbfgs, Closure, decay, signed
-from gradveil.attacks.parts.priors import total_variation
-from gradveil.grads import example_gradients
-from gradveil.models.base import Normalisation, normalisation_of
-from gradveil.threat import Observation, Reconstruction
+from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, Closure
+from gradveil.attacks.parts.priors import batch_norm_distance, group_consistency, squared_norm, total_variation
+from gradveil.attacks.parts.space import Space
+from gradveil.attacks.parts.starts import begin, check_start
+from gradveil.attacks.parts.statistics import Statistics, watched
+from gradveil.errors import ConfigError
+from gradveil.threat import Knowledge, Observation, Reconstruction
+from gradveil.types import Tensors
+from gradveil.validate import in_range, one_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Priors:
+    """Weights of what an attacker believes of images, in normalised units; see `gradveil.attacks.parts.priors`.
+
+    Attributes:
+        tv: total variation.
+        l2: mean square of the pixels.
+        batch_norm: distance of the guess's BatchNorm statistics from ``statistics``.
+        group: distance of each restart's guess from the mean of the target's restarts.
+        statistics: what ``batch_norm`` is the distance from.
+    """
+
+    tv: float = 0.0
+    l2: float = 0.0
+    batch_norm: float = 0.0
+    group: float = 0.0
+    statistics: Statistics = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -19,162 +50,346 @@ class Search:
     """How guesses are searched; see the attacks for the published settings.
 
     Attributes:
-        iterations: steps of the optimiser (for L-BFGS, of up to 20 inner iterations each).
+        objective: how far a guess's update is from the one seen.
+        priors: penalties on the guess itself.
         optimiser: adam or lbfgs.
         lr: its rate.
         schedule: constant, steps or cosine (adam).
         sign: none, hard or soft (adam): what becomes of the gradient first.
+        noise: of standard deviation this times the rate, added to each step (adam).
         boxed: whether guesses are kept inside [0, 1].
-        tv: weight of total variation.
-        restarts: searches from different starts; the one with the least loss is kept.
-        stop_below: a chunk is done when each of its targets has a restart with a loss below this.
-        chunk: targets (times restarts) taken together; more do not fit a CPU's cache.
-        keep: iterates kept for the report.
     """
 
-    iterations: int
+    objective: Objective = field(default_factory=Objective)
+    priors: Priors = field(default_factory=Priors)
     optimiser: str = "adam"
     lr: float = 0.1
     schedule: str = "steps"
     sign: str = "hard"
+    noise: float = 0.0
     boxed: bool = True
-    tv: float = 0.0
+
+
+@dataclass(frozen=True)
+class Matching(Attack):
+    """Base of attacks by gradient matching: a subclass says what is searched (`labels_of`) and how (`search`).
+
+    Attributes:
+        iterations: steps of the optimiser.
+        restarts: searches from different starts; the one with the least loss is kept.
+        start: where a search begins; see `gradveil.attacks.parts.starts`.
+        local: how several local steps are played again: unroll, line or once.
+        stop_below: a target is done when one of its restarts has a loss below this.
+        chunk: searches taken together; more do not fit a CPU's cache.
+        keep: iterates kept for the report.
+        compile: on, off, or auto: for long searches of single steps, where there is a compiler.
+    """
+
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
+
+    iterations: int = 1000
     restarts: int = 1
+    start: str = "normal"
+    local: str = "unroll"
     stop_below: float = 0.0
     chunk: int = 32
     keep: int = 0
-    objective: Objective = field(default_factory=Objective)
+    compile: str = "auto"
+
+    def __post_init__(self) -> None:
+        in_range("iterations", self.iterations, 1)
+        in_range("restarts", self.restarts, 1)
+        in_range("stop_below", self.stop_below, 0)
+        in_range("chunk", self.chunk, 1)
+        in_range("keep", self.keep, 0)
+        check_start(self.start)
+        one_of("local", self.local, WAYS)
+        one_of("compile", self.compile, ["auto", "on", "off"])
+
+    @abstractmethod
+    def search(self, seen: Observation) -> Search:
+        """The search that these settings describe."""
+
+    @abstractmethod
+    def labels_of(self, seen: Observation) -> Tensor | None:
+        """The labels (T, B) to go by; None to search soft ones with the images."""
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Search all targets side by side."""
+        return _match(self, seen, rng)
 
 
-def match_gradients(
-    seen: Observation, batch_size: int, labels: Tensor | None, search: Search, rng: torch.Generator
-) -> Reconstruction:
-    """Search images (and soft labels, where ``labels`` (T, B) is None) for all targets; restarts run side by side."""
-    targets, restarts = seen.num_targets, search.restarts
-    wanted = {name: tensor.repeat_interleave(restarts, 0) for name, tensor in seen.gradients.items()}
-    known = None if labels is None else labels.repeat_interleave(restarts, 0)
-    pieces = []
-    together = max(1, search.chunk // restarts) * restarts  # the restarts of a target stay in one chunk
-    for some in torch.split(torch.arange(targets * restarts), together):
-        part = {name: tensor[some] for name, tensor in wanted.items()}
-        pieces.append(_search(seen, part, batch_size, None if known is None else known[some], search, rng))
-    images, soft, loss = (torch.cat([piece[i] for piece in pieces]) for i in range(3))
-    iterates = torch.cat([piece[3] for piece in pieces], 1)
-    best = loss.view(targets, restarts).argmin(1) + torch.arange(targets) * restarts
+def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconstruction:
+    """All targets, in chunks; the restarts of a target stay in one chunk."""
+    targets, restarts = seen.num_targets, attack.restarts
+    search, labels = attack.search(seen), attack.labels_of(seen)
+    replay = replay_of(seen, attack.local, rng)
+    rows = torch.arange(targets).repeat_interleave(restarts)
+    known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
+    wanted = seen.mean_gradients
+    together = min(max(1, attack.chunk // restarts) * restarts, len(rows))
+    step = _Step(attack, search, seen, replay)
+    everything = _Task(wanted, search.priors.statistics, None).of(rows.to(step.device))
+    tasks = [
+        replace(everything.of(some.to(step.device)), labels=None if known is None else known[some].to(step.device))
+        for some in torch.split(torch.arange(len(rows)), together)
+    ]
+    if _compiles(attack, replay, len(tasks)):
+        step.compile_for(tasks[0])
+    found = [_search(attack, search, step, task, rng) for task in tasks]
+    images, soft, loss, iterates = (torch.cat([each[i] for each in found], dim) for i, dim in enumerate((0, 0, 0, 1)))
+    ours = loss.view(targets, restarts)
+    best = torch.where(ours.isnan(), torch.inf, ours).argmin(1) + torch.arange(targets).to(loss.device) * restarts
+    chosen = soft[best] if known is None else known.to(best.device)[best]
     return Reconstruction(
         images=images[best],
-        labels=soft[best].argmax(2) if labels is None else labels,
+        labels=chosen.argmax(2) if known is None else chosen,
         loss=loss[best],
-        converged=loss[best] <= max(search.stop_below, 1e-3),
+        converged=loss[best] <= max(attack.stop_below, 1e-3),
         iterates=iterates[:, best],
+        why=tuple(_size_mismatch(step, wanted, images[best], chosen)),
     )
 
 
-def _search(
-    seen: Observation,
-    wanted: dict[str, Tensor],
-    batch_size: int,
-    labels: Tensor | None,
-    search: Search,
-    rng: torch.Generator,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One chunk: best images (T, B, C, H, W) in [0, 1], soft labels, losses (T,), and iterates."""
-    count = len(next(iter(wanted.values())))
-    like = next(iter(wanted.values()))
-    space = _Space(seen.network, seen.shape, like)
-    num_pixels = batch_size * space.size
-    variables = torch.randn(count, num_pixels, generator=rng, dtype=like.dtype).to(like.device)
-    if labels is None:
-        logits = torch.randn(count, batch_size * seen.num_classes, generator=rng, dtype=like.dtype).to(like.device)
-        variables = torch.cat([variables, logits], 1)
+def _dealt(labels: Tensor, replay: Replay, rng: torch.Generator) -> Tensor:
+    """Labels (rows, B) in the order of the guesses: with several steps each restart deals them to the steps anew."""
+    if len(replay.batches) <= 1:
+        return labels
+    order = torch.rand(labels.shape, generator=rng).argsort(1)
+    return labels.gather(1, order)
 
-    def split(flat: Tensor) -> tuple[Tensor, Tensor]:
-        images = flat[:, :num_pixels].view(-1, *seen.shape)
+
+def _compiles(attack: Matching, replay: Replay, chunks: int) -> bool:
+    if attack.compile != "auto":
+        return attack.compile == "on"
+    return replay.is_plain and attack.iterations * chunks >= 10_000
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One chunk: what to match, row by row.
+
+    Attributes:
+        wanted: mean gradients (rows, ...).
+        statistics: of BatchNorm, (rows, channels).
+        labels: (rows, B), where they are fixed.
+    """
+
+    wanted: Tensors
+    statistics: Statistics
+    labels: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return len(next(iter(self.wanted.values())))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of it as a list."""
+        pairs = [tensor for pair in self.statistics.values() for tensor in pair]
+        return [*self.wanted.values(), *pairs, *([] if self.labels is None else [self.labels])]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "_Task":
+        """The inverse of ``tensors``."""
+        rest = iter(tensors)
+        return _Task(
+            {name: next(rest) for name in self.wanted},
+            {name: (next(rest), next(rest)) for name in self.statistics},
+            None if self.labels is None else next(rest),
+        )
+
+    def of(self, rows: Tensor) -> "_Task":
+        """The task of some rows."""
+        return self.with_tensors([tensor[rows] for tensor in self.tensors])
+
+
+class _Step:
+    """Loss and gradient of guesses (rows, variables): the part that takes the time."""
+
+    def __init__(self, attack: Matching, search: Search, seen: Observation, replay: Replay) -> None:
+        self.seen, self.replay = seen, replay
+        self._search, self._restarts, self._must = search, attack.restarts, attack.compile == "on"
+        self._like = next(iter(seen.updates.values()))
+        self.device = self._like.device
+        self.space = Space(seen.network, seen.shape, self._like)
+        self.batch_size = replay.batch_size
+        self.num_pixels = self.batch_size * self.space.size
+        self._fast: Callable[..., tuple[Tensor, ...]] | None = None
+        self._rows = 0
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._fast is not None
+
+    def begin(self, start: str, task: _Task, rng: torch.Generator) -> Tensor:
+        """First guesses: images, and logits of soft labels where labels are searched."""
+        first = begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng).to(self._like)
+        if task.labels is not None:
+            return first
+        logits = torch.randn(task.rows, self.batch_size * self.seen.num_classes, generator=rng)
+        return torch.cat([first, logits.to(self._like)], 1)
+
+    def split(self, flat: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Normalised images (rows * B, C, H, W), and labels (rows * B,) or soft ones (rows * B, classes)."""
+        images = flat[:, : self.num_pixels].reshape(-1, *self.seen.shape)
         if labels is not None:
             return images, labels.reshape(-1)
-        return images, flat[:, num_pixels:].view(-1, seen.num_classes).softmax(1)
+        return images, flat[:, self.num_pixels :].reshape(-1, self.seen.num_classes).softmax(1)
 
-    def closure(flat: Tensor) -> tuple[Tensor, Tensor]:
+    def pictures(self, flat: Tensor) -> Tensor:
+        """Images (rows, B, C, H, W) in [0, 1]."""
+        return self.space.to_pixels(flat[:, : self.num_pixels].view(len(flat), -1, *self.seen.shape)).clamp(0, 1)
+
+    def closure(self, task: _Task) -> Closure:
+        """The function that an optimiser calls."""
+        if self._fast is None:
+            return lambda flat: self._evaluate(flat, task)
+        fast, rows = self._fast, task.rows
+        padded = [_padded(tensor, self._rows) for tensor in task.tensors]
+
+        def run(flat: Tensor) -> tuple[Tensor, Tensor]:
+            loss, gradient = fast(_padded(flat, self._rows), *padded)
+            return loss[:rows], gradient[:rows]
+
+        return run
+
+    def compile_for(self, task: _Task) -> None:
+        """Compile for chunks of this size; smaller ones are padded. Without a compiler the step stays as it is."""
+
+        def function(flat: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+            return self._evaluate(flat, task.with_tensors(tensors))
+
+        flat = self.begin("grey", task, torch.Generator().manual_seed(0))
+        try:
+            self._fast = compiled(function, (flat, *task.tensors))
+            self._rows = task.rows
+        except Exception as error:
+            if self._must:
+                raise ConfigError(
+                    f"compile=on needs a C++ compiler and a network that torch can trace, but {type(error).__name__}: "
+                    f"{str(error)[:300]}. Use compile=off."
+                ) from error
+            log.info("The search is not compiled: %s", error)
+
+    def _evaluate(self, flat: Tensor, task: _Task) -> tuple[Tensor, Tensor]:
+        priors, rows = self._search.priors, len(flat)
         leaf = flat.detach().requires_grad_()
-        images, targets = split(leaf)
-        guess = example_gradients(
-            seen.network, space.to_pixels(images), targets, group_size=batch_size, create_graph=True
-        )
-        loss = search.objective(guess, wanted)
-        if search.tv:
-            loss = loss + search.tv * total_variation(images).view(count, batch_size).mean(1)
+        images, targets = self.split(leaf, task.labels)
+        pixels = self.space.to_pixels(images)
+        with watched(self.seen.network) as statistics:
+            guess = self.replay(pixels, targets, task.wanted)
+            if task.statistics and not self.replay.is_plain:
+                self.seen.network(pixels)
+            found = statistics(rows) if task.statistics else {}
+        loss = self._search.objective(guess, task.wanted)
+        if priors.tv:
+            loss = loss + priors.tv * total_variation(images).view(rows, -1).mean(1)
+        if priors.l2:
+            loss = loss + priors.l2 * squared_norm(images).view(rows, -1).mean(1)
+        if task.statistics:
+            loss = loss + priors.batch_norm * batch_norm_distance(found, task.statistics)
+        if priors.group:
+            groups = images.view(-1, self._restarts, self.batch_size, *self.seen.shape)  # (targets, restarts, B, ...)
+            apart = group_consistency(groups.transpose(0, 1).flatten(1, 2))  # (restarts, targets * B)
+            loss = loss + priors.group * apart.view(self._restarts, -1, self.batch_size).mean(2).T.flatten()
         return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
 
+
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    """Repeat the last row up to ``rows``."""
+    if len(tensor) == rows:
+        return tensor
+    return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
+
+
+def _search(
+    attack: Matching, search: Search, step: _Step, task: _Task, rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One chunk: best images (rows, B, C, H, W) in [0, 1], soft labels, losses (rows,), and iterates."""
+    variables = step.begin(attack.start, task, rng)
     best = _Best(variables)
     shown: list[Tensor] = []
-    every = max(1, search.iterations // search.keep) if search.keep else 0
-    for step, (flat, loss) in enumerate(_descend(variables, closure, search, space, num_pixels)):
-        best.offer(flat, loss)
-        if every and step % every == 0:
-            shown.append(space.to_pixels(split(best.variables)[0]).clamp(0, 1).view(count, batch_size, *seen.shape))
-        if bool((best.loss.view(-1, search.restarts).amin(1) <= search.stop_below).all()):
-            break
-    images, targets = split(best.variables)
-    pictures = space.to_pixels(images).clamp(0, 1).view(count, batch_size, *seen.shape)
-    soft = targets.view(count, batch_size, -1)
-    empty = pictures.new_empty(0, *pictures.shape)
-    return pictures, soft, best.loss, torch.stack(shown) if shown else empty
+    every = max(1, attack.iterations // attack.keep) if attack.keep else 0
+    for number, (rows, flat, loss) in enumerate(_descend(attack, search, step, task, variables, best, rng)):
+        best.offer(rows, flat, loss)
+        if every and number % every == 0:
+            shown.append(step.pictures(best.variables))
+    pictures = step.pictures(best.variables)
+    soft = step.split(best.variables, task.labels)[1].view(task.rows, step.batch_size, -1)
+    return pictures, soft, best.loss, torch.stack(shown) if shown else pictures.new_empty(0, *pictures.shape)
 
 
 def _descend(
-    variables: Tensor, closure: Closure, search: Search, space: "_Space", num_pixels: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each iterate with its loss."""
+    attack: Matching,
+    search: Search,
+    step: _Step,
+    task: _Task,
+    variables: Tensor,
+    best: "_Best",
+    rng: torch.Generator,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield rows, iterates and their losses. Targets that are done leave, unless the step is compiled for all."""
+    rows = torch.arange(task.rows, device=variables.device)
     if search.optimiser == "lbfgs":
-        lbfgs = BatchedLbfgs(variables, lr=search.lr)
-        for _ in range(search.iterations):
-            before = lbfgs.variables
-            yield before, lbfgs.step(closure)
-        yield lbfgs.variables, closure(lbfgs.variables)[0]
-        return
-    leaf = variables.clone()
-    adam = torch.optim.Adam([leaf], lr=search.lr)
-    for step in range(search.iterations):
-        loss, gradient = closure(leaf)
-        yield leaf, loss
-        leaf.grad = signed(gradient, search.sign, step / search.iterations)
-        adam.param_groups[0]["lr"] = search.lr * decay(search.schedule, step, search.iterations)
-        adam.step()
-        if search.boxed:
-            with torch.no_grad():
-                leaf[:, :num_pixels] = space.box(leaf[:, :num_pixels])
-    yield leaf, closure(leaf)[0]
+        optimiser: BatchedLbfgs | BatchedAdam = BatchedLbfgs(variables, lr=search.lr)
+    else:
+        optimiser = BatchedAdam(
+            variables,
+            lr=search.lr,
+            steps=attack.iterations,
+            schedule=search.schedule,
+            sign=search.sign,
+            noise=search.noise,
+            rng=rng,
+            project=(lambda flat: _boxed(step, flat)) if search.boxed else None,
+        )
+    closure = step.closure(task)
+    for _ in range(attack.iterations):
+        before = optimiser.variables
+        yield rows, before, optimiser.step(closure)
+        if attack.stop_below:
+            going = (best.loss.view(-1, attack.restarts).amin(1) > attack.stop_below).repeat_interleave(attack.restarts)
+            if not bool(going.any()):
+                return
+            staying = going[rows]
+            if not step.is_compiled and not bool(staying.all()):
+                rows = rows[staying]
+                optimiser.keep(staying)
+                closure = step.closure(task.of(rows))
+    yield rows, optimiser.variables, closure(optimiser.variables)[0]
+
+
+def _boxed(step: _Step, flat: Tensor) -> Tensor:
+    images = step.space.box(flat[:, : step.num_pixels].contiguous())
+    return torch.cat([images, flat[:, step.num_pixels :]], 1) if flat.shape[1] > step.num_pixels else images
 
 
 class _Best:
-    """The best iterate of each target so far, by the attacker's own loss."""
+    """The best iterate of each row so far, by the attacker's own loss."""
 
     def __init__(self, variables: Tensor) -> None:
         self.variables = variables.detach().clone()
         self.loss = torch.full((len(variables),), torch.inf, dtype=variables.dtype, device=variables.device)
 
-    def offer(self, variables: Tensor, loss: Tensor) -> None:
-        better = loss < self.loss
-        self.variables = torch.where(better[:, None], variables.detach(), self.variables)
-        self.loss = torch.where(better, loss, self.loss)
+    def offer(self, rows: Tensor, variables: Tensor, loss: Tensor) -> None:
+        better = loss < self.loss[rows]  # a loss of NaN is never better
+        self.variables[rows] = torch.where(better[:, None], variables.detach(), self.variables[rows])
+        self.loss[rows] = torch.where(better, loss, self.loss[rows])
 
 
-class _Space:
-    """The space that is searched: normalised pixels, as the network's first layer sees them."""
-
-    def __init__(self, network: nn.Module, shape: tuple[int, int, int], like: Tensor) -> None:
-        normalisation = normalisation_of(network) or Normalisation((0.0,) * shape[0], (1.0,) * shape[0])
-        self.size = shape[0] * shape[1] * shape[2]
-        self._shape = shape
-        self._mean = like.new_tensor(normalisation.mean).view(-1, 1, 1)
-        self._std = like.new_tensor(normalisation.std).view(-1, 1, 1)
-
-    def to_pixels(self, images: Tensor) -> Tensor:
-        """Images in [0, 1] from normalised ones (N, C, H, W)."""
-        return images * self._std + self._mean
-
-    def box(self, flat: Tensor) -> Tensor:
-        """Clamp flat normalised images to what [0, 1] allows."""
-        images = flat.view(-1, *self._shape)
-        low, high = -self._mean / self._std, (1 - self._mean) / self._std
-        return torch.minimum(torch.maximum(images, low), high).view_as(flat)
+def _size_mismatch(step: _Step, wanted: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Iterator[str]:
+    """For each target: what to say where the guess explains the update's direction, but not its size."""
+    for target in range(len(images)):
+        aim = {name: tensor[target : target + 1] for name, tensor in wanted.items()}
+        targets = labels[target].to(images.device)
+        guess = step.replay(images[target], targets, aim)
+        ours, theirs = (torch.cat([part[name].detach().flatten() for name in aim]) for part in (guess, aim))
+        alike = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
+        factor = float(theirs.norm() / ours.norm().clamp_min(torch.finfo(ours.dtype).tiny))
+        if alike > 0.95 and not 0.8 < factor < 1.25:
+            yield (
+                f"the update is {factor:.3g} times as large as its likely images give: learning rate, number of steps, "
+                "loss reduction or clipping differ from what is stated"
+            )
+        else:
+            yield ""

@@ -48,7 +48,7 @@ def counted(weight: Tensor, bias: Tensor | None, count: int, prediction: Tensor)
     r"""``count`` labels with repetitions, (T, count), sorted: the counts that explain the last layer's gradient best.
 
     The bias gradient is :math:`\bar p_c - n_c / B` with the batch's mean prediction; the attacker puts its own estimate
-    ``prediction`` (classes,) for it, e.g. the network's mean output on noise, and rounds
+    ``prediction`` (T, classes) or (classes,) for it, e.g. the network's mean output on noise, and rounds
     :math:`n_c = B (\bar p_c - b_c)` to integers that add up to B, largest remainders first. Without a bias, row sums
     serve in its place, scaled so that the negative ones add up to minus the probability mass they must remove.
 
@@ -70,17 +70,46 @@ def counted(weight: Tensor, bias: Tensor | None, count: int, prediction: Tensor)
 def _scaled_rows(weight: Tensor, prediction: Tensor) -> Tensor:
     rows = weight.sum(2)  # (T, classes): sum over features of f * (p - [y])
     total = rows.clamp_max(0).sum(1, keepdim=True).abs().clamp_min(1e-12)
-    return rows / total * (1 - prediction.max())
+    return rows / total * (1 - prediction.amax(-1, keepdim=True))
 
 
 def known_or_recovered(seen: Observation) -> Tensor:
-    """The labels (T, B) that an attacker goes by: those granted, else iDLG's for one example, else counted ones."""
+    """The labels (T, B) that an attacker goes by: those granted, else iDLG's for one example, else counted ones.
+
+    Of several local steps the mean gradient is taken; its counts are those of all steps together.
+    """
     if seen.knows(Knowledge.LABELS):
         return seen.labels
-    weight, bias = last_layer(seen, seen.gradients)
+    weight, bias = last_layer(seen, seen.mean_gradients)
     if seen.num_examples == 1:
         return idlg(weight)[:, None]
-    with torch.no_grad():
-        noise = torch.rand(64, *seen.shape, generator=torch.Generator().manual_seed(0), dtype=weight.dtype)
-        prediction = seen.network(noise.to(weight.device)).softmax(1).mean(0)
-    return counted(weight, bias, seen.num_examples, prediction)
+    return counted(weight, bias, seen.num_examples, likely_prediction(seen))
+
+
+def likely_prediction(seen: Observation) -> Tensor:
+    """An attacker's estimate (T, classes) of the network's mean output on the private images during local training.
+
+    On public images where they are granted, else on noise; the mean of the output before the first step and before the
+    last, whose weights lie about where the last but one came back.
+    """
+    if seen.knows(Knowledge.PUBLIC_DATA):
+        images = seen.public_data.images[:256]
+    else:
+        images = torch.rand(64, *seen.shape, generator=torch.Generator().manual_seed(0))
+    images = images.to(next(iter(seen.updates.values())))
+
+    @torch.no_grad()
+    def output(weights: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = torch.func.functional_call(seen.network, weights, (images,))
+        return logits.softmax(1).mean(0)
+
+    first = output({}).expand(seen.num_targets, -1)
+    if seen.single_step:
+        return first
+    steps = seen.local_steps.num_steps(seen.num_examples)
+    start = {name: p.detach() for name, p in seen.network.named_parameters() if name in seen.updates}
+    last = [
+        output({name: weight + (steps - 1) / steps * seen.updates[name][target] for name, weight in start.items()})
+        for target in range(seen.num_targets)
+    ]
+    return (first + torch.stack(last)) / 2

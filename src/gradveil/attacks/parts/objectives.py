@@ -26,11 +26,13 @@ class Objective:
         kind: l2, l1 or cosine.
         weights: factor of each tensor's term; 0 leaves it out, absent is 1.
         masks: which entries count, by name; absent is all.
+        relative: whether the distance is divided by that of a zero guess, so that 1 is no better than nothing.
     """
 
     kind: str = "l2"
     weights: Mapping[str, float] = field(default_factory=dict)
     masks: Tensors = field(default_factory=dict)
+    relative: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -45,7 +47,11 @@ class Objective:
                 mask = self.masks.get(name)
                 found, aim = (guess[name], wanted) if mask is None else (guess[name] * mask, wanted * mask)
                 pairs.append((found.reshape(len(found), -1), aim.reshape(len(aim), -1), weight))
-        return _KINDS[self.kind](pairs)
+        distance = _KINDS[self.kind](pairs)
+        if not self.relative:
+            return distance
+        nothing = _KINDS[self.kind]([(torch.zeros_like(aim), aim, weight) for _, aim, weight in pairs])
+        return distance / nothing.clamp_min(torch.finfo(distance.dtype).tiny)
 
 
 Pairs = list[tuple[Tensor, Tensor, float]]

@@ -1,7 +1,7 @@
 """Optimisers for many independent problems at once: row t of every variable belongs to target t.
 
-Adam is elementwise, so `torch.optim.Adam` serves all targets together. L-BFGS is not: `BatchedLbfgs` keeps a history
-and a step for each target and equals `torch.optim.LBFGS` (without line search) on each.
+`BatchedAdam` equals `torch.optim.Adam`, `BatchedLbfgs` equals `torch.optim.LBFGS` (without line search), each on every
+target by itself. From both, targets that are done can leave (`keep`).
 """
 
 import math
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from gradveil.errors import UnknownNameError
 
+SCHEDULES = ("constant", "steps", "cosine")
+SIGNS = ("none", "hard", "soft")
 Closure = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Takes the variables (T, D); returns the losses (T,) and their gradients (T, D)."""
 
@@ -34,7 +36,7 @@ def decay(schedule: str, step: int, steps: int) -> float:
     if schedule == "cosine":
         warm = min(1.0, (step + 1) / 50)
         return warm * 0.5 * (1 + math.cos(math.pi * step / max(steps, 1)))
-    raise UnknownNameError("schedule", schedule, ["constant", "steps", "cosine"])
+    raise UnknownNameError("schedule", schedule, SCHEDULES)
 
 
 def signed(gradient: Tensor, kind: str, progress: float) -> Tensor:
@@ -46,7 +48,64 @@ def signed(gradient: Tensor, kind: str, progress: float) -> Tensor:
     if kind == "soft":
         scale = gradient.abs().amax(tuple(range(1, gradient.dim())), keepdim=True).clamp_min(1e-30)
         return torch.tanh(gradient / scale * (1 + 10 * progress))
-    raise UnknownNameError("sign", kind, ["none", "hard", "soft"])
+    raise UnknownNameError("sign", kind, SIGNS)
+
+
+class BatchedAdam:
+    """Adam on T independent problems, with what attackers do to its gradient and rate.
+
+    Args:
+        variables: (T, D).
+        lr: the rate at the start.
+        steps: how many there will be, for the schedule.
+        schedule: as in `decay`.
+        sign: as in `signed`.
+        noise: standard deviation, times the rate, of what is added to each step (Langevin).
+        rng: for the noise; a CPU generator.
+        project: applied after each step, e.g. a box.
+    """
+
+    def __init__(
+        self,
+        variables: Tensor,
+        *,
+        lr: float,
+        steps: int,
+        schedule: str = "constant",
+        sign: str = "none",
+        noise: float = 0.0,
+        rng: torch.Generator | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.variables = variables.detach().clone()
+        self._lr, self._steps, self._schedule, self._sign = lr, steps, schedule, sign
+        self._noise, self._rng, self._project = noise, rng, project
+        self._mean, self._square = torch.zeros_like(variables), torch.zeros_like(variables)
+        self._step = 0
+
+    def step(self, closure: Closure) -> Tensor:
+        """One step; returns the losses before it, (T,)."""
+        loss, gradient = closure(self.variables)
+        gradient = signed(gradient, self._sign, self._step / self._steps)
+        rate = self._lr * decay(self._schedule, self._step, self._steps)
+        self._step += 1
+        self._mean.lerp_(gradient, 1 - _BETAS[0])
+        self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        scale = math.sqrt(1 - _BETAS[1] ** self._step)
+        denominator = self._square.sqrt().div_(scale).add_(_EPSILON)
+        moved = self.variables.addcdiv(self._mean, denominator, value=-rate / (1 - _BETAS[0] ** self._step))
+        if self._noise:
+            moved += rate * self._noise * torch.randn(moved.shape, generator=self._rng).to(moved)
+        self.variables = self._project(moved) if self._project else moved
+        return loss
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with some of the targets, given as a mask."""
+        self.variables, self._mean, self._square = (t[rows] for t in (self.variables, self._mean, self._square))
+
+
+_BETAS = (0.9, 0.999)
+_EPSILON = 1e-8
 
 
 class BatchedLbfgs:
@@ -109,6 +168,18 @@ class BatchedLbfgs:
             active = active & (gradient.abs().amax(1) > self._tolerance_gradient)
             active = active & (move.abs().amax(1) > self._tolerance_change) & (change >= self._tolerance_change)
         return first
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with some of the targets, given as a mask."""
+        self.variables, self._direction, self._last_gradient = (
+            t[rows] for t in (self.variables, self._direction, self._last_gradient)
+        )
+        self._count, self._diagonal, self._rate = (t[rows] for t in (self._count, self._diagonal, self._rate))
+        self._iterations = self._iterations[rows]
+        self._differences, self._steps, self._inverse = (
+            t[:, rows] for t in (self._differences, self._steps, self._inverse)
+        )
+        self._rows = torch.arange(len(self.variables), device=self.variables.device)
 
     def _update_direction(self, gradient: Tensor, active: Tensor) -> None:
         """Add the newest pair to each active target's history and apply the two-loop recursion."""

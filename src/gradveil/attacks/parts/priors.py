@@ -3,6 +3,8 @@ r"""What an attacker believes of images before it has seen anything: a penalty, 
 All take images (N, C, H, W) of any channel count and return (N,).
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,9 @@ def group_consistency(images: Tensor) -> Tensor:
     return (images - mean).square().flatten(2).mean(2)
 
 
-def batch_norm_distance(seen: dict[str, tuple[Tensor, Tensor]], wanted: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+def batch_norm_distance(
+    seen: Mapping[str, tuple[Tensor, Tensor]], wanted: Mapping[str, tuple[Tensor, Tensor]]
+) -> Tensor:
     r"""Distance of batch statistics, layer by layer.
 
     .. math:: \sum_l \|\mu_l - \hat\mu_l\|_2 + \|\sigma^2_l - \hat\sigma^2_l\|_2
@@ -60,7 +64,7 @@ def batch_norm_distance(seen: dict[str, tuple[Tensor, Tensor]], wanted: dict[str
     Reference: Yin et al. 2021 (GradInversion), https://arxiv.org/abs/2104.07586, Eq. 10.
     """
     terms = [
-        (mean - wanted[name][0]).norm(dim=-1) + (variance - wanted[name][1]).norm(dim=-1)
-        for name, (mean, variance) in seen.items()
+        (seen[name][0] - mean).norm(dim=-1) + (seen[name][1] - variance).norm(dim=-1)
+        for name, (mean, variance) in wanted.items()
     ]
     return torch.stack(terms).sum(0)

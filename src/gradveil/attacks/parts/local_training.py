@@ -1,0 +1,126 @@
+r"""What update a guess would have led to: the client's local steps, played again for many targets at once.
+
+All figures are mean gradients over the steps, :math:`(w_0 - w_K) / (\eta K)`, so that one step gives the gradient.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil.client import LocalSettings
+from gradveil.grads import cross_entropy, example_gradients
+from gradveil.threat import Knowledge, Observation
+from gradveil.types import Tensors
+
+WAYS = ("unroll", "line", "once")
+
+
+@dataclass(frozen=True)
+class Replay:
+    r"""How an attacker plays the local training of B images again. It knows neither their order nor each step's labels.
+
+    ``unroll``: all steps, differentiated through, with momentum and weight decay: exact but for the images' order.
+    ``line``: step k's gradient at :math:`w_0 + k/K (w_K - w_0)`, on the straight line to the weights that came back
+    (the idea of SME, Zhu et al. 2023), which needs no differentiation through steps. ``once``: the gradient of all
+    images at :math:`w_0`, right to first order in the learning rate and by far the fastest.
+
+    Attributes:
+        network: as broadcast, with BatchNorm as the clients have it.
+        batch_size: B.
+        way: unroll, line or once; of no effect for a single step.
+        how: the clients' settings; None for a single step in evaluation mode.
+        lr: their learning rate.
+        batches: the images of each step, by the attacker's own shuffling.
+    """
+
+    network: nn.Module
+    batch_size: int
+    way: str = "unroll"
+    how: LocalSettings | None = None
+    lr: float = 1.0
+    batches: tuple[Tensor, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one batched pass at the broadcast weights does it."""
+        return self.how is None or (self.way == "once" and not _mixes(self.network))
+
+    def __call__(self, images: Tensor, labels: Tensor, wanted: Tensors) -> dict[str, Tensor]:
+        """Mean gradients (T, ...) of images (T * B, C, H, W) in [0, 1] with labels (T * B,) or (T * B, classes).
+
+        ``wanted`` are the clients' mean gradients (T, ...), from which ``line`` takes its points.
+        """
+        if self.is_plain:
+            return example_gradients(self.network, images, labels, group_size=self.batch_size, create_graph=True)
+        grouped = images.view(-1, self.batch_size, *images.shape[1:])
+        grouped_labels = labels.view(-1, self.batch_size, *labels.shape[1:])
+        each = torch.func.vmap(self._one, randomness="error")
+        found: dict[str, Tensor] = each(grouped, grouped_labels, dict(wanted))
+        return found
+
+    def _one(self, images: Tensor, labels: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One target: the mean gradient of its B images."""
+        how = self.how or LocalSettings()
+        start = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
+
+        def loss(weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
+            return cross_entropy(torch.func.functional_call(self.network, weights, (images,)), labels).mean()
+
+        def step_gradient(weights: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+            some = self.batches[step]
+            found: dict[str, Tensor] = torch.func.grad(loss)(weights, images[some], labels[some])
+            return {name: g + how.weight_decay * weights[name] for name, g in found.items()}
+
+        count = len(self.batches)
+        if self.way != "unroll":
+            reach = 0.0 if self.way == "once" else self.lr
+            total = {name: torch.zeros_like(weight) for name, weight in start.items()}
+            for step in range(count):
+                point = {name: weight - reach * step * wanted[name] for name, weight in start.items()}
+                total = {name: total[name] + g for name, g in step_gradient(point, step).items()}
+            return {name: value / count for name, value in total.items()}
+        weights, velocity = start, {name: torch.zeros_like(weight) for name, weight in start.items()}
+        for step in range(count):
+            gradient = step_gradient(weights, step)
+            velocity = {name: how.momentum * velocity[name] + g for name, g in gradient.items()}
+            if how.nesterov:
+                moves = {name: g + how.momentum * velocity[name] for name, g in gradient.items()}
+            else:
+                moves = velocity
+            weights = {name: weight - self.lr * moves[name] for name, weight in weights.items()}
+        return {name: (weight - weights[name]) / (self.lr * count) for name, weight in start.items()}
+
+
+def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:
+    """How to play again what these clients did, from what is known of it."""
+    size = seen.num_examples
+    how = seen.local_steps if seen.knows(Knowledge.LOCAL_STEPS) or not seen.single_step else None
+    if how is None:
+        return Replay(seen.network, size)
+    network = seen.network if how.batch_norm == "freeze" else _with_batch_statistics(seen.network)
+    simple = seen.single_step and not _mixes(network) and not how.weight_decay
+    batch = how.batch_size if how.algorithm == "fedavg" and how.batch_size else size
+    batches: list[Tensor] = []
+    for _ in range(1 if seen.single_step else how.epochs):
+        batches += torch.split(torch.randperm(size, generator=rng), batch)
+    return Replay(network, size, way, None if simple else how, seen.lr, tuple(batches))
+
+
+def _mixes(network: nn.Module) -> bool:
+    """Whether BatchNorm takes its statistics from the batch."""
+    return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in network.modules())
+
+
+def _with_batch_statistics(network: nn.Module) -> nn.Module:
+    """The network with BatchNorm as in training; the same object where it has none."""
+    if not any(isinstance(layer, _BatchNorm) for layer in network.modules()):
+        return network
+    network = copy.deepcopy(network)
+    for layer in network.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.running_mean = layer.running_var = None
+            layer.track_running_stats = False
+    return network

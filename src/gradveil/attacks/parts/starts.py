@@ -1,0 +1,69 @@
+"""Where a search begins: noise, a pattern, or what an attacker takes for a likely picture."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.parts.space import Space
+from gradveil.data.pictures import PICTURE_ENDINGS, read_pictures
+from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.threat import Observation
+
+STARTS = ("normal", "uniform", "patterned", "grey", "class-average", "public")
+_PATTERN = 4
+
+
+def check_start(start: str) -> None:
+    """Raise unless ``start`` is a known one or the path of a picture."""
+    if start not in STARTS and not start.lower().endswith(PICTURE_ENDINGS):
+        raise UnknownNameError("start", start, [*STARTS, "a picture's path"])
+
+
+def begin(
+    start: str, seen: Observation, labels: Tensor | None, rows: int, batch_size: int, space: Space, rng: torch.Generator
+) -> Tensor:
+    """First guesses (rows, batch_size * C * H * W) in normalised space.
+
+    ``normal``: N(0, 1) (DLG, GS). ``uniform``: pixels from U(0, 1). ``patterned``: a random 4 x 4 tile repeated
+    (breaching's modern settings). ``grey``: mid-grey. ``class-average``: the mean image of each label's class, which
+    must be granted (DCS2's adaptive attack). ``public``: images of the public data, which must be granted. A path: that
+    picture, resized.
+
+    Args:
+        start: as above.
+        seen: for class averages and public data.
+        labels: (rows, batch_size), for class averages.
+        rows: how many searches.
+        batch_size: images in each.
+        space: where guesses live.
+        rng: a CPU generator.
+    """
+    check_start(start)
+    channels, height, width = space.shape
+    many = (rows, batch_size, channels, height, width)
+    if start == "normal":
+        return torch.randn(rows, batch_size * space.size, generator=rng)
+    if start == "patterned":
+        tile = torch.randn(rows, batch_size, channels, _PATTERN, _PATTERN, generator=rng)
+        down, across = -(-height // _PATTERN), -(-width // _PATTERN)
+        return tile.repeat(1, 1, 1, down, across)[..., :height, :width].reshape(rows, -1)
+    if start == "uniform":
+        pixels = torch.rand(many, generator=rng)
+    elif start == "grey":
+        pixels = torch.full(many, 0.5)
+    elif start == "class-average":
+        if labels is None:
+            raise ConfigError(
+                "start=class-average needs an attack that fixes labels first (idlg, gs), got one without."
+            )
+        pixels = seen.class_averages[labels.to(seen.class_averages.device)]
+    elif start == "public":
+        images = seen.public_data.images
+        pixels = images[torch.randint(len(images), (rows, batch_size), generator=rng)]
+    else:
+        picture = torch.from_numpy(read_pictures([Path(start)], size=height, colour=channels == 3)) / 255
+        pixels = picture[:, None].expand(many)
+    if pixels.shape != many:
+        raise ConfigError(f"start={start} must give images of shape {many[2:]}, got {tuple(pixels.shape[2:])}.")
+    return space.from_pixels(pixels).reshape(rows, -1)
