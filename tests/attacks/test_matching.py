@@ -1,10 +1,18 @@
+import re
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gradveil.attacks import matching
+from gradveil.attacks.dlg import Dlg
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
-from tests.attacks.scene import run, scene
+from gradveil.client import LocalSettings
+from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.metrics import align
+from tests.attacks.scene import psnr, run, scene
 
 
 def test_targets_do_not_disturb_each_other():
@@ -40,3 +48,86 @@ def test_iterates_are_kept_for_the_report():
     assert result.iterates.shape == (5, *result.images.shape)
     assert result.iterates.min() >= 0
     assert result.iterates.max() <= 1
+
+
+def test_a_restart_that_diverged_never_wins(monkeypatch):
+    _, _, seen = scene(targets=1)
+
+    def search(attack, search, step, task, rng):
+        images = torch.arange(2.0).view(2, 1, 1, 1, 1).expand(2, 1, 1, 8, 8)
+        return images, torch.zeros(2, 1, 4), torch.tensor([torch.nan, 5.0]), images.new_empty(0, 2, 1, 1, 8, 8)
+
+    monkeypatch.setattr(matching, "_search", search)
+    assert run(Idlg(restarts=2), seen).loss.tolist() == [5.0]
+
+
+def test_a_target_that_is_done_leaves_and_the_others_go_on(monkeypatch):
+    truth, _, seen = scene(targets=3)
+    sizes = []
+    evaluate = matching._Step._evaluate
+
+    def watch(step, flat, task):
+        sizes.append(len(flat))
+        return evaluate(step, flat, task)
+
+    monkeypatch.setattr(matching._Step, "_evaluate", watch)
+    result = run(Gs(iterations=800, sign="none", schedule="cosine", tv=0.0, stop_below=1e-4), seen)
+    assert sizes[0] == 3
+    assert sizes[-1] < 3
+    assert sizes == sorted(sizes, reverse=True)
+    assert (result.loss <= 1e-4).all()
+    assert psnr(truth.flatten(0, 1), result.images.flatten(0, 1)).min() > 18
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_an_update_of_another_size_than_stated_is_named(factor):
+    _, _, seen = scene(targets=2)
+    larger = {name: factor * tensor for name, tensor in seen.updates.items()}
+    result = run(Gs(iterations=600, sign="none"), replace(seen, updates=larger))
+    if factor == 1:
+        assert result.why == ("", "")
+    else:
+        assert all(re.search(r"[34](\.\d+)? times as large .* number of steps", reason) for reason in result.why)
+
+
+@pytest.mark.parametrize("local", ["unroll", "line", "once"])
+@pytest.mark.parametrize("attack", [Dlg(iterations=25, restarts=2), Gs(iterations=300, sign="none")])
+def test_pictures_come_out_of_several_local_steps_without_their_labels(attack, local):
+    truth, _, seen = scene(
+        targets=2, size=2, grants=("num-examples", "local-steps"), how=LocalSettings(epochs=2, batch_size=1), lr=0.01
+    )
+    found = run(replace(attack, local=local), seen)
+    start = run(replace(attack, local=local, iterations=1), seen)
+    gain = [
+        psnr(t, align(t, g)).mean() - psnr(t, align(t, s)).mean()
+        for t, g, s in zip(truth, found.images, start.images, strict=True)
+    ]
+    assert min(gain) > 3
+
+
+def test_several_steps_are_not_attacked_without_knowing_them():
+    _, _, seen = scene(size=2, grants=("num-examples",), how=LocalSettings(epochs=2, batch_size=1), lr=0.01)
+    with pytest.raises(ThreatModelError, match="local-steps"):
+        run(Gs(iterations=1), seen)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("attack", [Gs(iterations=5, chunk=3), Dlg(iterations=2, chunk=3)])
+def test_a_compiled_search_is_the_same_search(attack):
+    _, _, seen = scene(targets=5)  # the last chunk is padded
+    plain, fast = (run(replace(attack, compile=way), seen) for way in ("off", "on"))
+    assert torch.allclose(plain.images, fast.images, atol=1e-3)
+    assert torch.allclose(plain.loss, fast.loss, rtol=1e-2, atol=1e-6)
+
+
+def test_without_a_compiler_auto_goes_on_and_on_says_so(monkeypatch):
+    def fails(function, examples):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(matching, "compiled", fails)
+    _, _, seen = scene(targets=1)
+    monkeypatch.setattr(matching, "_LONG", 1)
+    assert run(Gs(iterations=2), seen).images.isfinite().all()
+    with pytest.raises(ConfigError, match="no compiler here"):
+        run(Gs(iterations=2, compile="on"), seen)

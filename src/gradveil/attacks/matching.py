@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.parts.compiled import compiled
+from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, Closure
@@ -162,7 +163,11 @@ def _dealt(labels: Tensor, replay: Replay, rng: torch.Generator) -> Tensor:
 def _compiles(attack: Matching, replay: Replay, chunks: int) -> bool:
     if attack.compile != "auto":
         return attack.compile == "on"
-    return replay.is_plain and attack.iterations * chunks >= 10_000
+    return replay.is_plain and attack.iterations * chunks >= _LONG
+
+
+_LONG = 10_000
+"""Steps of whole chunks from which compiling pays; a rule of time would not give the same rows twice."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +250,7 @@ class _Step:
         if self._fast is None:
             return lambda flat: self._evaluate(flat, task)
         fast, rows = self._fast, task.rows
-        padded = [_padded(tensor, self._rows) for tensor in task.tensors]
+        padded = [_padded(tensor, self._rows).contiguous() for tensor in task.tensors]
 
         def run(flat: Tensor) -> tuple[Tensor, Tensor]:
             loss, gradient = fast(_padded(flat, self._rows), *padded)
@@ -261,7 +266,7 @@ class _Step:
 
         flat = self.begin("grey", task, torch.Generator().manual_seed(0))
         try:
-            self._fast = compiled(function, (flat, *task.tensors))
+            self._fast = compiled(function, (flat, *(tensor.contiguous() for tensor in task.tensors)))
             self._rows = task.rows
         except Exception as error:
             if self._must:
@@ -386,10 +391,10 @@ def _size_mismatch(step: _Step, wanted: Mapping[str, Tensor], images: Tensor, la
         ours, theirs = (torch.cat([part[name].detach().flatten() for name in aim]) for part in (guess, aim))
         alike = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
         factor = float(theirs.norm() / ours.norm().clamp_min(torch.finfo(ours.dtype).tiny))
+        differs = "learning rate, number of steps, loss reduction or clipping differ from what is stated"
         if alike > 0.95 and not 0.8 < factor < 1.25:
-            yield (
-                f"the update is {factor:.3g} times as large as its likely images give: learning rate, number of steps, "
-                "loss reduction or clipping differ from what is stated"
-            )
+            yield f"the update is {factor:.3g} times as large as its likely images give: {differs}"
+        elif (excess := bias_excess(step.seen, aim)) > 1.05:
+            yield f"the update is at least {excess:.3g} times as large as cross-entropy allows: {differs}"
         else:
             yield ""

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from gradveil.attacks.parts.labels import counted, distinct, idlg, known_or_recovered
+from gradveil.attacks.parts.labels import bias_excess, counted, distinct, idlg, known_or_recovered
+from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError
 from gradveil.metrics import label_accuracy
 from gradveil.models import create_model
@@ -59,3 +60,23 @@ def test_counts_by_hand_with_and_without_a_bias():
 def test_idlg_fails_as_stated_for_negative_features():
     weight = torch.tensor([[[1.0], [-2.0]]])  # label 0 with a feature of -1: its row is positive
     assert idlg(weight).tolist() == [1]
+
+
+def test_labels_of_several_local_steps_are_counted_together():
+    rng = torch.Generator().manual_seed(3)
+    network = create_model("lenet-dlg", (1, 12, 12), 6, seed=1).eval()
+    labels = [[0, 0, 0, 5, 5, 5, 1, 2], [4, 4, 4, 4, 3, 3, 3, 3]]
+    private = [Batch(torch.rand(8, 1, 12, 12, generator=rng), torch.tensor(row), torch.zeros(8) > 0) for row in labels]
+    how = LocalSettings(epochs=3, batch_size=2)
+    grants = ThreatModel.of("num-examples", "local-steps")
+    seen = observe(network, private, threat=grants, num_classes=6, how=how, lr=0.01)
+    found = known_or_recovered(seen)
+    assert all(label_accuracy(torch.tensor(row), guess) >= 0.75 for row, guess in zip(labels, found, strict=True))
+
+
+def test_a_bias_gradient_that_cross_entropy_cannot_make_is_noticed():
+    seen = look([[2], [3]])
+    usual = [bias_excess(seen, {name: t[i : i + 1] for name, t in seen.gradients.items()}) for i in (0, 1)]
+    assert all(0.1 < excess <= 1 for excess in usual)
+    summed = {name: 20 * tensor[:1] for name, tensor in seen.gradients.items()}
+    assert bias_excess(seen, summed) == pytest.approx(20 * usual[0])

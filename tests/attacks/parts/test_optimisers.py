@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradveil.attacks.parts.optimisers import BatchedLbfgs, decay, signed
+from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, decay, signed
 from gradveil.errors import UnknownNameError
 
 
@@ -63,6 +63,63 @@ def test_a_solved_target_stays_where_it_is_while_others_move():
     lbfgs.step(closure)
     assert lbfgs.variables[0].item() == 1.0
     assert abs(lbfgs.variables[1].item()) < 1e-4
+
+
+@pytest.mark.parametrize("schedule", ["constant", "steps"])
+def test_equals_torch_adam_on_every_target(schedule):
+    loss, starts = problems(3, 6, 1)
+
+    def closure(x):
+        leaf = x.detach().requires_grad_()
+        values = loss(leaf, slice(None))
+        return values.detach(), torch.autograd.grad(values.sum(), leaf)[0]
+
+    ours = BatchedAdam(starts, lr=0.1, steps=20, schedule=schedule)
+    theirs = starts.clone().requires_grad_()
+    adam = torch.optim.Adam([theirs], lr=0.1)
+    for step in range(20):
+        adam.param_groups[0]["lr"] = 0.1 * decay(schedule, step, 20)
+        theirs.grad = closure(theirs)[1]
+        adam.step()
+        ours.step(closure)
+    assert torch.allclose(ours.variables, theirs.detach())
+
+
+@pytest.mark.parametrize("kind", [BatchedLbfgs, lambda x: BatchedAdam(x, lr=0.1, steps=9, sign="soft")])
+def test_those_that_stay_go_on_as_if_no_one_had_left(kind):
+    loss, starts = problems(4, 5, 3)
+
+    def closure_of(rows):
+        def closure(x):
+            leaf = x.detach().requires_grad_()
+            values = loss(leaf, rows)
+            return values.detach(), torch.autograd.grad(values.sum(), leaf)[0]
+
+        return closure
+
+    everyone, some = kind(starts), kind(starts)
+    staying = torch.tensor([True, False, True, True])
+    for _ in range(2):
+        everyone.step(closure_of(slice(None)))
+        some.step(closure_of(slice(None)))
+    some.keep(staying)
+    for _ in range(2):
+        everyone.step(closure_of(slice(None)))
+        some.step(closure_of(staying))
+    assert torch.allclose(everyone.variables[staying], some.variables)
+
+
+def test_noise_and_projection_of_adam():
+    def flat(x):
+        return torch.zeros(len(x)), torch.zeros_like(x)
+
+    start = torch.zeros(50, 40)
+    noisy = BatchedAdam(start, lr=0.5, steps=1, noise=0.2, rng=torch.Generator().manual_seed(0))
+    noisy.step(flat)
+    assert noisy.variables.std().item() == pytest.approx(0.1, rel=0.1)
+    boxed = BatchedAdam(start + 3, lr=0.5, steps=1, project=lambda x: x.clamp(0, 1))
+    boxed.step(flat)
+    assert boxed.variables.max() == 1
 
 
 def test_schedules_by_hand():

@@ -5,6 +5,8 @@ non-negative features its sign reaches the last weights. All functions take a me
 targets at once: ``weight`` (T, classes, features), and ``bias`` (T, classes) where the layer has one.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from gradveil.errors import ConfigError
 from gradveil.threat import Knowledge, Observation
 
 
-def last_layer(seen: Observation, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+def last_layer(seen: Observation, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the last linear layer: the last (T, num_classes, features) tensor of the update."""
     names = [name for name, t in tensors.items() if t.dim() == 3 and t.shape[1] == seen.num_classes]
     if not names:
@@ -71,6 +73,18 @@ def _scaled_rows(weight: Tensor, prediction: Tensor) -> Tensor:
     rows = weight.sum(2)  # (T, classes): sum over features of f * (p - [y])
     total = rows.clamp_max(0).sum(1, keepdim=True).abs().clamp_min(1e-12)
     return rows / total * (1 - prediction.amax(-1, keepdim=True))
+
+
+def bias_excess(seen: Observation, gradients: Mapping[str, Tensor]) -> float:
+    r"""How much larger one target's last bias gradient is than cross-entropy can make it; up to 1 all is well.
+
+    Of a mean loss it is :math:`\bar p - n / B`, two distributions apart, so its absolute values add up to at most 2.
+    """
+    try:
+        _, bias = last_layer(seen, gradients)
+    except ConfigError:
+        return 0.0
+    return 0.0 if bias is None else float(bias.abs().sum()) / 2
 
 
 def known_or_recovered(seen: Observation) -> Tensor:

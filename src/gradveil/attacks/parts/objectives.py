@@ -66,11 +66,14 @@ def _l1(pairs: Pairs) -> Tensor:
 
 
 def _cosine(pairs: Pairs) -> Tensor:
-    inner = torch.stack([weight * (guess * wanted).sum(1) for guess, wanted, weight in pairs]).sum(0)
+    """Half the squared distance of the two unit vectors: 1 - cosine, but exact where both nearly agree."""
     ours = torch.stack([weight * guess.square().sum(1) for guess, _, weight in pairs]).sum(0)
-    theirs = torch.stack([weight * wanted.square().sum(1) for _, wanted, weight in pairs]).sum(0)
-    tiny = torch.finfo(inner.dtype).tiny
-    return 1 - inner / (ours.clamp_min(tiny).sqrt() * theirs.clamp_min(tiny).sqrt())
+    theirs = torch.stack([weight * aim.square().sum(1) for _, aim, weight in pairs]).sum(0)
+    tiny = torch.finfo(ours.dtype).tiny
+    ours_inverse, theirs_inverse = (square.clamp_min(tiny).rsqrt()[:, None] for square in (ours, theirs))
+    apart = [weight * (guess * ours_inverse - aim * theirs_inverse).square().sum(1) for guess, aim, weight in pairs]
+    directionless = (ours == 0).to(ours) + (theirs == 0).to(ours)  # a zero vector is at right angles to all
+    return (torch.stack(apart).sum(0) + directionless) / 2
 
 
 _KINDS: dict[str, Callable[[Pairs], Tensor]] = {"l2": _l2, "l1": _l1, "cosine": _cosine}

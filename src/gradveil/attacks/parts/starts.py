@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradveil.attacks.parts.space import Space
@@ -62,8 +63,9 @@ def begin(
         images = seen.public_data.images
         pixels = images[torch.randint(len(images), (rows, batch_size), generator=rng)]
     else:
-        picture = torch.from_numpy(read_pictures([Path(start)], size=height, colour=channels == 3)) / 255
-        pixels = picture[:, None].expand(many)
+        picture = torch.from_numpy(read_pictures([Path(start)], colour=channels == 3)) / 255
+        picture = picture if channels == 3 else picture.mean(1, keepdim=True)
+        pixels = F.interpolate(picture, (height, width), mode="bilinear", antialias=True)[:, None].expand(many)
     if pixels.shape != many:
         raise ConfigError(f"start={start} must give images of shape {many[2:]}, got {tuple(pixels.shape[2:])}.")
     return space.from_pixels(pixels).reshape(rows, -1)

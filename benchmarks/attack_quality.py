@@ -1,0 +1,188 @@
+"""Do the attacks really work? Each line of docs/results.md's attack tables is one experiment here, on real pictures.
+
+    python benchmarks/attack_quality.py --data-root DATA --only gs-lenet-dlg-mnist
+    python benchmarks/attack_quality.py --data-root DATA --list
+
+An attack sees what `observe` hands it, and nothing here is chosen by the truth: it is only compared with at the end.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradveil import Batch, ThreatModel, create_model, load_dataset, observe
+from gradveil.attacks import Attack
+from gradveil.client import LocalSettings
+from gradveil.data import Dataset
+from gradveil.metrics import align
+from gradveil.metrics.labels import label_accuracy
+from gradveil.metrics.psnr import Psnr
+from gradveil.metrics.ssim import Ssim
+from gradveil.models import Normalisation
+from gradveil.registry import build
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One line of a table.
+
+    Attributes:
+        dataset: where pictures come from (its test split).
+        model: spec of the network.
+        attack: spec of the attack.
+        batch: pictures behind each update.
+        knows: what the attacker knows.
+        labels: "any", or "repeated": four classes in each batch of eight.
+        how: local training; None is one gradient.
+        lr: of local training.
+        normalised: whether the network normalises its input as the data set says.
+        epochs: of training the network before it is attacked.
+    """
+
+    dataset: str
+    model: str
+    attack: str
+    batch: int = 1
+    knows: str = "labels,num-examples"
+    labels: str = "any"
+    how: LocalSettings | None = None
+    lr: float = 1.0
+    normalised: bool = False
+    epochs: int = 0
+
+
+FREE = "num-examples,local-steps"
+TWENTY, FOUR = LocalSettings(epochs=1, batch_size=4), LocalSettings(epochs=5, batch_size=4)
+BEST = "gs:sign=none,schedule=cosine,lr=0.3"
+EXPERIMENTS = {
+    # one picture, one gradient
+    "gs-mnist": Experiment("mnist", "lenet-dlg", f"{BEST},iterations=3000,tv=1e-6", normalised=True),
+    "gs-mnist-published": Experiment("mnist", "lenet-dlg", "gs:iterations=3000", normalised=True),
+    "dlg-cifar": Experiment("cifar10", "lenet-dlg", "dlg:restarts=3", knows="num-examples"),
+    "idlg-cifar": Experiment("cifar10", "lenet-dlg", "idlg:restarts=3", knows="num-examples"),
+    "gs-cifar-lenet5-sigmoid": Experiment(
+        "cifar10", "lenet5:activation=sigmoid,init=uniform", f"{BEST},iterations=3000,tv=1e-3", normalised=True
+    ),
+    "gs-cifar-lenet5-relu": Experiment("cifar10", "lenet5", "gs:iterations=3000,tv=1e-2", normalised=True),
+    "gs-cifar-convnet": Experiment("cifar10", "convnet:width=16", "gs:iterations=2000,tv=1e-1", normalised=True),
+    # batches
+    "gs-batch8": Experiment(
+        "mnist", "lenet-dlg", f"{BEST},iterations=6000,tv=1e-3", 8, labels="repeated", normalised=True
+    ),
+    # several local steps, labels unknown
+    "fedavg-four": Experiment("mnist", "lenet-dlg", f"{BEST},iterations=1500,tv=1e-4", 4, FREE, how=FOUR, lr=0.01),
+    "fedavg-twenty": Experiment("mnist", "lenet-dlg", f"{BEST},iterations=1500,tv=1e-3", 20, FREE, how=TWENTY, lr=0.01),
+}
+
+
+def main() -> None:
+    """Run the experiments that are asked for and print a line of Markdown for each."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data-root", type=Path, default=None)
+    parser.add_argument("--only", default="", help="names, separated by commas; a name's beginning will do")
+    parser.add_argument("--targets", type=int, default=32)
+    parser.add_argument("--attack", default="", help="another attack in place of the table's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    wanted = [n for n in EXPERIMENTS if any(n.startswith(part) for part in options.only.split(","))]
+    if options.list:
+        print("\n".join(f"{name}: {EXPERIMENTS[name]}" for name in wanted))
+        return
+    print("| experiment | mean PSNR | least | most | SSIM | MSE < 1e-3 | labels right | class average | seconds |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in wanted:
+        setting = EXPERIMENTS[name]
+        if options.attack:
+            setting = replace(setting, attack=options.attack)
+        print(line(name, setting, options.data_root, options.targets, options.seed), flush=True)
+
+
+def line(name: str, setting: Experiment, root: Path | None, targets: int, seed: int) -> str:
+    """Run one experiment."""
+    data = load_dataset(setting.dataset, root)
+    normalisation = Normalisation(data.mean, data.std) if setting.normalised else None
+    network = create_model(setting.model, data.shape, data.num_classes, seed, normalisation)
+    if setting.epochs:
+        train(network, data, setting.epochs, seed)
+    private = choose(data, targets, setting.batch, setting.labels, seed)
+    seen = observe(
+        network.eval(),
+        private,
+        threat=ThreatModel.of(*setting.knows.split(",")),
+        num_classes=data.num_classes,
+        how=setting.how,
+        lr=setting.lr,
+        class_averages=averages(data),
+        seed=seed,
+    )
+    begun = time.perf_counter()
+    guess = build(Attack, setting.attack)(seen, torch.Generator().manual_seed(seed))
+    seconds = time.perf_counter() - begun
+    truth = torch.stack([batch.images for batch in private])
+    found = torch.stack([align(t, g) for t, g in zip(truth, guess.images, strict=True)])
+    psnr = Psnr()(truth.flatten(0, 1), found.flatten(0, 1))
+    ssim = Ssim()(truth.flatten(0, 1), found.flatten(0, 1)).mean()
+    mse = (truth - found).square().flatten(2).mean(2)
+    right = [label_accuracy(batch.labels, row) for batch, row in zip(private, guess.labels, strict=True)]
+    nothing = torch.cat([Psnr()(batch.images, averages(data)[batch.labels]) for batch in private]).mean()
+    if setting.batch == 1:
+        print(f"<!-- {name}: " + " ".join(f"{value:.1f}" for value in psnr.tolist()) + " -->")
+    return (
+        f"| {name} | {psnr.mean():.1f} | {psnr.min():.1f} | {psnr.max():.1f} | {ssim:.3f} | "
+        f"{(mse < 1e-3).double().mean():.0%} | {sum(right) / len(right):.0%} | {nothing:.1f} | {seconds:.0f} |"
+    )
+
+
+def choose(data: Dataset, targets: int, batch: int, labels: str, seed: int) -> list[Batch]:
+    """Batches of test pictures, drawn by the seed."""
+    rng = torch.Generator().manual_seed(seed)
+    images, classes = torch.from_numpy(data.test.images), torch.from_numpy(data.test.labels)
+    order = torch.randperm(len(images), generator=rng)
+    chosen = []
+    for target in range(targets):
+        if labels == "repeated":
+            kinds = torch.randperm(data.num_classes, generator=rng)[: batch // 2].repeat(2)[:batch]
+            some = torch.stack(
+                [order[classes[order] == kind][target * 2 + i // (batch // 2)] for i, kind in enumerate(kinds)]
+            )
+        else:
+            some = order[target * batch : (target + 1) * batch]
+        chosen.append(Batch(images[some].float() / 255, classes[some], torch.ones(batch) > 0))
+    return chosen
+
+
+def averages(data: Dataset) -> Tensor:
+    """The mean training picture of each class."""
+    images, labels = torch.from_numpy(data.train.images), torch.from_numpy(data.train.labels)
+    return torch.stack([images[labels == kind].float().mean(0) / 255 for kind in range(data.num_classes)])
+
+
+def train(network: nn.Module, data: Dataset, epochs: int, seed: int) -> None:
+    """Train the network as any server would have by then: Adam, batches of 64."""
+    rng = torch.Generator().manual_seed(seed)
+    images, labels = torch.from_numpy(data.train.images), torch.from_numpy(data.train.labels).long()
+    optimiser = torch.optim.Adam(network.parameters(), 1e-3)
+    network.train()
+    for _ in range(epochs):
+        for some in torch.randperm(len(images), generator=rng).split(64):
+            optimiser.zero_grad()
+            F.cross_entropy(network(images[some].float() / 255), labels[some]).backward()
+            optimiser.step()
+    network.eval()
+    with torch.no_grad():
+        test = torch.from_numpy(data.test.images[:2000]).float() / 255
+        right = (network(test).argmax(1) == torch.from_numpy(data.test.labels[:2000])).double().mean()
+    print(f"<!-- trained for {epochs} epochs: test accuracy {right:.1%} -->")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.parts.local_training import Replay, replay_of
+from gradveil.client import LocalSettings
+from gradveil.models import create_model
+from gradveil.observe import observe
+from gradveil.threat import ThreatModel
+from gradveil.types import Batch
+
+BATCHES = (torch.tensor([0, 2]), torch.tensor([1, 3]), torch.tensor([3, 0]), torch.tensor([2, 1]))
+HOW = LocalSettings(epochs=2, batch_size=2, momentum=0.8, nesterov=True, weight_decay=0.1, batch_norm="freeze")
+
+
+def small(model="lenet-dlg"):
+    return create_model(model, (1, 8, 8), 3, seed=0).double().eval()
+
+
+def data(targets=2, count=4):
+    rng = torch.Generator().manual_seed(2)
+    images = torch.rand(targets * count, 1, 8, 8, generator=rng, dtype=torch.double)
+    return images, torch.randint(0, 3, (targets * count,), generator=rng)
+
+
+def by_hand(network, images, labels, how, lr):
+    """torch.optim.SGD on a copy; the mean gradient by name."""
+    copy = small()
+    copy.load_state_dict(network.state_dict())
+    optimiser = torch.optim.SGD(
+        copy.parameters(), lr, momentum=how.momentum, nesterov=how.nesterov, weight_decay=how.weight_decay
+    )
+    for some in BATCHES:
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(copy(images[some]), labels[some]).backward()
+        optimiser.step()
+    pairs = zip(network.named_parameters(), copy.parameters(), strict=True)
+    return {name: ((before - after) / (lr * len(BATCHES))).detach() for (name, before), after in pairs}
+
+
+@pytest.mark.parametrize("how", [HOW, LocalSettings(epochs=2, batch_size=2), LocalSettings(batch_size=2, momentum=0.5)])
+def test_unrolled_steps_equal_torch_sgd_on_every_target(how):
+    network, (images, labels) = small(), data()
+    found = Replay(network, 4, "unroll", how, 0.3, BATCHES)(images, labels, {})
+    for target in range(2):
+        own = slice(4 * target, 4 * target + 4)
+        for name, wanted in by_hand(network, images[own], labels[own], how, 0.3).items():
+            torch.testing.assert_close(found[name][target], wanted)
+
+
+def test_unrolled_steps_can_be_differentiated():
+    network, (images, labels) = small(), data(targets=1)
+    replay = Replay(network, 4, "unroll", HOW, 0.3, BATCHES[:2])
+
+    def total(images):
+        return torch.stack([tensor.sum() for tensor in replay(images, labels, {}).values()]).sum()
+
+    assert torch.autograd.gradcheck(total, (images[:4].requires_grad_(),), fast_mode=True)
+
+
+def test_with_small_steps_all_ways_agree():
+    network, (images, labels) = small(), data()
+    how = LocalSettings(epochs=2, batch_size=2)
+    exact = Replay(network, 4, "unroll", how, 1e-4, BATCHES)(images, labels, {})
+    for way in ("line", "once"):
+        near = Replay(network, 4, way, how, 1e-4, BATCHES)(images, labels, exact)
+        for name, tensor in near.items():
+            torch.testing.assert_close(tensor, exact[name], rtol=1e-2, atol=1e-4)
+
+
+def test_the_line_is_nearer_than_the_start_after_long_steps():
+    network, (images, labels) = small(), data()
+    how = LocalSettings(epochs=2, batch_size=2)
+    exact = Replay(network, 4, "unroll", how, 0.5, BATCHES)(images, labels, {})
+
+    def miss(way):
+        near = Replay(network, 4, way, how, 0.5, BATCHES)(images, labels, exact)
+        return sum((near[name] - exact[name]).square().sum().item() for name in exact)
+
+    assert miss("line") < miss("once")
+
+
+@pytest.mark.parametrize("way", ["unroll", "once"])
+def test_batch_norm_takes_its_statistics_from_the_batch_where_clients_train_so(way):
+    network = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))
+    images, labels = (tensor[:4] for tensor in data())
+    private = [Batch(images.float(), labels, torch.zeros(4) > 0)]
+    how = LocalSettings(epochs=1, batch_size=4, batch_norm="average")
+    grants = ThreatModel.of("num-examples", "local-steps")
+    seen = observe(network, private, threat=grants, num_classes=3, how=how, lr=0.1)
+    found = replay_of(seen, way, torch.Generator())(images.float(), labels, seen.gradients)
+    for name, tensor in seen.gradients.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_the_plan_follows_what_is_known_of_local_training():
+    private = [Batch(*(t.float() if t.is_floating_point() else t for t in data(1, 6)), torch.zeros(6) > 0)]
+    how = LocalSettings(epochs=3, batch_size=4)
+    seen = observe(
+        small().float(), private, threat=ThreatModel.of("num-examples", "local-steps"), num_classes=3, how=how, lr=0.1
+    )
+    replay = replay_of(seen, "line", torch.Generator())
+    assert [len(batch) for batch in replay.batches] == [4, 2] * 3
+    assert sorted(torch.cat(replay.batches[:2]).tolist()) == list(range(6))
+    assert replay.lr == 0.1
+    assert not replay.is_plain
+    assert replay_of(seen, "once", torch.Generator()).is_plain
