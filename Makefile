@@ -21,8 +21,9 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv-bench/installed  ## speed against a plain loop and Flower's simulation, in one run
+bench: .venv-bench/installed  ## speed against a plain loop, Flower's simulation and breaching's attack, in one run each
 	.venv-bench/bin/python benchmarks/simulation.py
+	.venv-bench/bin/python benchmarks/attacks.py --grow
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

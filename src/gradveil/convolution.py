@@ -11,7 +11,9 @@ with its stride taken apart (one small kernel for each remainder of the position
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -150,29 +152,81 @@ def _(images: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
 
 
 def _transpose(delta: Tensor, weight: Tensor, where: Geometry) -> Tensor:
-    r"""T, the stride taken apart.
+    """T, the stride taken apart; see `_apart`."""
+    (down, across), (channels_out, channels_in) = where.stride, weight.shape[-4:-2]
+    plan = _apart(where, channels_out, channels_in)
+    windows = _patches(_channels_last(delta, plan.before, plan.after), plan.taps, (1, 1))
+    flat = weight.reshape(-1, channels_out * channels_in * where.kernel[0] * where.kernel[1])
+    kernels: Tensor = take_taps(flat, plan.index.to(weight.device), plan.inside.to(weight))
+    kernels = kernels.view(-1, down * across * channels_in, plan.taps[0] * plan.taps[1] * channels_out)
+    result = kernels @ windows.mT  # (N, down * across * in, cells)
+    high, wide = plan.cells
+    result = result.view(-1, down, across, channels_in, high, wide).permute(0, 3, 4, 1, 5, 2)
+    return result.reshape(len(result), channels_in, high * down, wide * across)[..., : where.size[0], : where.size[1]]
+
+
+@torch.library.custom_op("gradveil::take_taps", mutates_args=())
+def take_taps(weights: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+    """Entries of each row of weights, zero where ``inside`` is; one operation to TorchInductor, as `copy_patches`."""
+    return torch.index_select(weights, 1, index).mul_(inside)
+
+
+@take_taps.register_fake
+def _(weights: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+    return weights.new_empty(len(weights), len(index))
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """How T becomes a convolution of stride 1.
+
+    Attributes:
+        cells: range of q, vertical and horizontal.
+        taps: how many m there are.
+        before: zeros around delta, above and to the left.
+        after: below and to the right.
+        index: for each entry of the kernels (remainders, in, taps, out) the entry of the flat weight.
+        inside: 1 where that tap exists, else 0.
+    """
+
+    cells: tuple[int, int]
+    taps: tuple[int, int]
+    before: tuple[int, int]
+    after: tuple[int, int]
+    index: Tensor
+    inside: Tensor
+
+
+@lru_cache(maxsize=256)
+def _apart(where: Geometry, channels_out: int, channels_in: int) -> _Apart:
+    r"""Which tap of the kernel joins which output to which position.
 
     Position u of the image is :math:`s q + r`. Tap i of the kernel joins it to output o where
     :math:`u = s o + i - p`, so with :math:`m = q - o` the tap is :math:`i = s m + r + p`. For fixed r this is a
-    convolution of delta over m with stride 1; all r have one set of m, taps outside the kernel being zero.
+    convolution of delta over m with stride 1; all r share one range of m, taps outside the kernel being zero.
+    (In NumPy, so that a trace takes the result for a constant.)
     """
-    cells, taps, lows, highs = [], [], [], []
-    for size, kernel, stride, padding in zip(where.size, where.kernel, where.stride, where.padding, strict=True):
+    cells, taps, before, after, tap, inside = [], [], [], [], [], []
+    for axis in (0, 1):
+        size, kernel, stride, padding = (pair[axis] for pair in (where.size, where.kernel, where.stride, where.padding))
         low, high = -((stride - 1 + padding) // stride), (kernel - 1 - padding) // stride  # range of m
-        cells.append(-(-size // stride))  # range of q
+        cells.append(-(-size // stride))
         taps.append(high - low + 1)
-        lows.append(-(stride * low + padding))  # zeros before the kernel's first tap
-        highs.append(high)
-    needed = [(c - 1) + t for c, t in zip(cells, taps, strict=True)]  # extent of delta from o = -high on
-    after = tuple(n - h - o for n, h, o in zip(needed, highs, delta.shape[2:], strict=True))
-    windows = _patches(_channels_last(delta, (highs[0], highs[1]), (after[0], after[1])), (taps[0], taps[1]), (1, 1))
-    (down, across), (channels_out, channels_in) = where.stride, weight.shape[-4:-2]
-    rest = [t * s - low - k for t, s, low, k in zip(taps, where.stride, lows, where.kernel, strict=True)]
-    padded = F.pad(weight, (lows[1], rest[1], lows[0], rest[0]))
-    apart = padded.reshape(-1, channels_out, channels_in, taps[0], down, taps[1], across).flip(3, 5)
-    kernels = apart.permute(0, 4, 6, 2, 3, 5, 1).reshape(len(apart), down * across * channels_in, -1)
-    result = kernels @ windows.mT  # (N, down * across * in, cells)
-    result = result.view(-1, down, across, channels_in, cells[0], cells[1]).permute(0, 3, 4, 1, 5, 2)
-    return result.reshape(len(result), channels_in, cells[0] * down, cells[1] * across)[
-        ..., : where.size[0], : where.size[1]
-    ]
+        before.append(high)
+        after.append(cells[-1] - 1 - low + 1 - where.outputs[axis])
+        found = stride * np.arange(high, low - 1, -1) + np.arange(stride)[:, None] + padding  # (r, m)
+        tap.append(found.clip(0, kernel - 1))
+        inside.append((found >= 0) & (found < kernel))
+    (down, across), (vertical, horizontal) = where.stride, where.kernel
+    rows, columns = tap[0].reshape(down, 1, 1, taps[0], 1, 1), tap[1].reshape(1, across, 1, 1, taps[1], 1)
+    ins, outs = np.arange(channels_in).reshape(1, 1, -1, 1, 1, 1), np.arange(channels_out)
+    index = ((outs * channels_in + ins) * vertical + rows) * horizontal + columns
+    valid = inside[0].reshape(down, 1, 1, taps[0], 1, 1) & inside[1].reshape(1, across, 1, 1, taps[1], 1)
+    return _Apart(
+        (cells[0], cells[1]),
+        (taps[0], taps[1]),
+        (before[0], before[1]),
+        (after[0], after[1]),
+        torch.from_numpy(index.flatten()),
+        torch.from_numpy(np.broadcast_to(valid, index.shape).flatten().astype(np.float32)),
+    )

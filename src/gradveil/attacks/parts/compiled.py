@@ -1,16 +1,21 @@
 """A search's step, traced once with all its derivatives and compiled to machine code by TorchInductor."""
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 Function = Callable[..., tuple[Tensor, ...]]
 
+_KEPT = 16
+_known: OrderedDict[tuple[object, ...], Function] = OrderedDict()
+"""Compiled graphs by text and inputs. Weights are inputs too, so another network of the same kind finds its own."""
+
 
 def compiled(function: Function, examples: tuple[Tensor, ...]) -> Function:
-    """The same function for inputs of these shapes, compiled; takes some 20 s and a C++ compiler.
+    """The same function for inputs of these shapes, compiled; takes some 20 s, or 2 s again, and a C++ compiler.
 
     The function may differentiate inside: what is compiled is the graph of all operations that it runs. Any failure
     (no compiler, an operation without a rule) is raised as it comes.
@@ -19,15 +24,38 @@ def compiled(function: Function, examples: tuple[Tensor, ...]) -> Function:
     from torch._inductor import compile as inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the compiler's, of its own dependencies
-        traced = make_fx(function)(*examples)
-        shared = fx_graph_cse(traced.graph)  # what two derivatives both need is computed once
-        with torch.no_grad():
-            fast = inductor(torch.fx.GraphModule(traced, shared), list(examples))
+        with torch.enable_grad():
+            traced = make_fx(function)(*examples)
+        graph = fx_graph_cse(traced.graph)  # what two derivatives both need is computed once
+        constants = _as_inputs(graph, traced)
+        inputs = [*examples, *constants]
+        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in inputs)
+        key = (graph.python_code("self").src, shapes, torch.get_num_threads())
+        if key not in _known:
+            _known[key] = inductor(fx.GraphModule(torch.nn.Module(), graph), list(inputs))
+        _known.move_to_end(key)
+        while len(_known) > _KEPT:
+            _known.popitem(last=False)
+    fast = _known[key]
 
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return tuple(fast(*inputs))
+            return tuple(fast(*given, *constants))
 
     return run
+
+
+def _as_inputs(graph: fx.Graph, traced: fx.GraphModule) -> list[Tensor]:
+    """Turn the tensors that the trace took for constants into further inputs, and return them."""
+    constants = []
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        constants.append(getattr(traced, node.target).detach())
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"constant_{len(constants)}")
+        last.meta = node.meta
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+    return constants
