@@ -124,7 +124,7 @@ def _channels_last(images: Tensor, before: tuple[int, int], after: tuple[int, in
 def _patches(images: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tensor:
     """All windows of contiguous (N, H, W, C) as (N, positions, kh * kw * C)."""
     if len(images) > _FEW and get_proxy_mode() is not None:
-        whole: Tensor = copy_patches(images, list(kernel), list(stride))
+        whole: Tensor = torch.ops.gradveil.copy_patches(images, list(kernel), list(stride))
         return whole
     return _copied(images, kernel, stride)
 
@@ -138,42 +138,18 @@ _FEW = 4
 """Up to so many examples a compiler makes more of the single copies, by saving calls; beyond, it copies slowly."""
 
 
-@torch.library.custom_op("gradveil::copy_patches", mutates_args=())
-def copy_patches(images: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
-    """`_patches` as one operation, which TorchInductor leaves as it is."""
-    patches = _copied(images, kernel, stride)
-    return patches if patches.untyped_storage().data_ptr() != images.untyped_storage().data_ptr() else patches.clone()
-
-
-@copy_patches.register_fake
-def _(images: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
-    down, across = ((images.shape[1 + i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
-    return images.new_empty(len(images), down * across, kernel[0] * kernel[1] * images.shape[3])
-
-
 def _transpose(delta: Tensor, weight: Tensor, where: Geometry) -> Tensor:
     """T, the stride taken apart; see `_apart`."""
     (down, across), (channels_out, channels_in) = where.stride, weight.shape[-4:-2]
     plan = _apart(where, channels_out, channels_in)
     windows = _patches(_channels_last(delta, plan.before, plan.after), plan.taps, (1, 1))
     flat = weight.reshape(-1, channels_out * channels_in * where.kernel[0] * where.kernel[1])
-    kernels: Tensor = take_taps(flat, plan.index.to(weight.device), plan.inside.to(weight))
+    kernels: Tensor = torch.ops.gradveil.take_taps(flat, plan.index.to(weight.device), plan.inside.to(weight))
     kernels = kernels.view(-1, down * across * channels_in, plan.taps[0] * plan.taps[1] * channels_out)
     result = kernels @ windows.mT  # (N, down * across * in, cells)
     high, wide = plan.cells
     result = result.view(-1, down, across, channels_in, high, wide).permute(0, 3, 4, 1, 5, 2)
     return result.reshape(len(result), channels_in, high * down, wide * across)[..., : where.size[0], : where.size[1]]
-
-
-@torch.library.custom_op("gradveil::take_taps", mutates_args=())
-def take_taps(weights: Tensor, index: Tensor, inside: Tensor) -> Tensor:
-    """Entries of each row of weights, zero where ``inside`` is; one operation to TorchInductor, as `copy_patches`."""
-    return torch.index_select(weights, 1, index).mul_(inside)
-
-
-@take_taps.register_fake
-def _(weights: Tensor, index: Tensor, inside: Tensor) -> Tensor:
-    return weights.new_empty(len(weights), len(index))
 
 
 @dataclass(frozen=True)
@@ -230,3 +206,32 @@ def _apart(where: Geometry, channels_out: int, channels_in: int) -> _Apart:
         torch.from_numpy(index.flatten()),
         torch.from_numpy(np.broadcast_to(valid, index.shape).flatten().astype(np.float32)),
     )
+
+
+def _copy_patches(images: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
+    patches = _copied(images, kernel, stride)
+    return patches if patches.untyped_storage().data_ptr() != images.untyped_storage().data_ptr() else patches.clone()
+
+
+def _like_patches(images: Tensor, kernel: list[int], stride: list[int]) -> Tensor:
+    down, across = ((images.shape[1 + i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
+    return images.new_empty(len(images), down * across, kernel[0] * kernel[1] * images.shape[3])
+
+
+def _take_taps(weights: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+    return torch.index_select(weights, 1, index).mul_(inside)
+
+
+def _like_taps(weights: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+    return weights.new_empty(len(weights), len(index))
+
+
+_library = torch.library.Library("gradveil", "FRAGMENT")  # type: ignore[no-untyped-call]
+"""Copies as operations of their own, which TorchInductor leaves as they are: what it makes of them is far slower."""
+for _schema, _real, _fake in (
+    ("copy_patches(Tensor images, int[] kernel, int[] stride) -> Tensor", _copy_patches, _like_patches),
+    ("take_taps(Tensor weights, Tensor index, Tensor inside) -> Tensor", _take_taps, _like_taps),
+):
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+    _library.impl(_schema.split("(")[0], _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"gradveil::{_schema.split('(')[0]}", _fake, lib=_library)

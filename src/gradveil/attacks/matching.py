@@ -377,9 +377,14 @@ class _Best:
         self.loss = torch.full((len(variables),), torch.inf, dtype=variables.dtype, device=variables.device)
 
     def offer(self, rows: Tensor, variables: Tensor, loss: Tensor) -> None:
-        better = loss < self.loss[rows]  # a loss of NaN is never better
-        self.variables[rows] = torch.where(better[:, None], variables.detach(), self.variables[rows])
-        self.loss[rows] = torch.where(better, loss, self.loss[rows])
+        everything = len(rows) == len(self.loss)
+        kept, least = (self.variables, self.loss) if everything else (self.variables[rows], self.loss[rows])
+        better = loss < least  # a loss of NaN is never better
+        kept, least = torch.where(better[:, None], variables, kept), torch.where(better, loss, least)
+        if everything:
+            self.variables, self.loss = kept, least
+        else:
+            self.variables[rows], self.loss[rows] = kept, least
 
 
 def _size_mismatch(step: _Step, wanted: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Iterator[str]:

@@ -15,6 +15,8 @@ class Space:
         self.size = shape[0] * shape[1] * shape[2]
         self._mean = like.new_tensor(normalisation.mean).view(-1, 1, 1)
         self._std = like.new_tensor(normalisation.std).view(-1, 1, 1)
+        corners = (self.from_pixels(torch.full(shape, edge)).flatten() for edge in (0.0, 1.0))
+        self._low, self._high = corners
 
     def to_pixels(self, images: Tensor) -> Tensor:
         """Images in [0, 1] from normalised ones (..., C, H, W)."""
@@ -26,6 +28,4 @@ class Space:
 
     def box(self, flat: Tensor) -> Tensor:
         """Clamp flat normalised images to what [0, 1] allows."""
-        images = flat.view(-1, *self.shape)
-        low, high = -self._mean / self._std, (1 - self._mean) / self._std
-        return torch.minimum(torch.maximum(images, low), high).view_as(flat)
+        return flat.view(-1, self.size).clamp(self._low, self._high).view_as(flat)
