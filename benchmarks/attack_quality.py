@@ -62,7 +62,8 @@ BEST = "gs:sign=none,schedule=cosine,lr=0.3"
 EXPERIMENTS = {
     # one picture, one gradient
     "gs-mnist": Experiment("mnist", "lenet-dlg", f"{BEST},iterations=3000,tv=1e-6", normalised=True),
-    "gs-mnist-published": Experiment("mnist", "lenet-dlg", "gs:iterations=3000", normalised=True),
+    "gs-mnist-published": Experiment("mnist", "lenet-dlg", "gs", normalised=True),
+    "gs-mnist-dcs2": Experiment("mnist", "lenet-dlg", "gs:sign=none,boxed=false,iterations=10000", normalised=True),
     "dlg-cifar": Experiment("cifar10", "lenet-dlg", "dlg:restarts=3", knows="num-examples"),
     "idlg-cifar": Experiment("cifar10", "lenet-dlg", "idlg:restarts=3", knows="num-examples"),
     "gs-cifar-lenet5-sigmoid": Experiment(
@@ -76,7 +77,27 @@ EXPERIMENTS = {
     ),
     # several local steps, labels unknown
     "fedavg-four": Experiment("mnist", "lenet-dlg", f"{BEST},iterations=1500,tv=1e-4", 4, FREE, how=FOUR, lr=0.01),
+    "fedavg-four-line": Experiment(
+        "mnist", "lenet-dlg", f"{BEST},iterations=1500,tv=1e-4,local=line", 4, FREE, how=FOUR, lr=0.01
+    ),
+    "fedavg-four-once": Experiment(
+        "mnist", "lenet-dlg", f"{BEST},iterations=1500,tv=1e-4,local=once", 4, FREE, how=FOUR, lr=0.01
+    ),
     "fedavg-twenty": Experiment("mnist", "lenet-dlg", f"{BEST},iterations=1500,tv=1e-3", 20, FREE, how=TWENTY, lr=0.01),
+    # how attacks weaken: default initialisation, ReLU, training
+    "weaker-sigmoid-default": Experiment(
+        "mnist", "lenet-dlg:init=default", f"{BEST},iterations=3000,tv=1e-6", normalised=True
+    ),
+    "weaker-sigmoid-default-idlg": Experiment("mnist", "lenet-dlg:init=default", "idlg:iterations=100"),
+    "weaker-relu": Experiment("mnist", "lenet5", f"{BEST},iterations=3000,tv=1e-4", normalised=True),
+    "weaker-relu-1-epoch": Experiment("mnist", "lenet5", f"{BEST},iterations=3000,tv=1e-4", normalised=True, epochs=1),
+    "weaker-relu-5-epochs": Experiment("mnist", "lenet5", f"{BEST},iterations=3000,tv=1e-4", normalised=True, epochs=5),
+    "weaker-uniform-1-epoch": Experiment(
+        "mnist", "lenet-dlg", f"{BEST},iterations=3000,tv=1e-6", normalised=True, epochs=1
+    ),
+    "weaker-uniform-5-epochs": Experiment(
+        "mnist", "lenet-dlg", f"{BEST},iterations=3000,tv=1e-6", normalised=True, epochs=5
+    ),
 }
 
 
