@@ -1,21 +1,26 @@
 """gradveil: train federated models, see what their shared updates leak, and stop it."""
 
+from gradveil.attacks import Attack, build_attack
+from gradveil.client import LocalSettings
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.defences import Chain, Client, Defence, Server, build_defence
 from gradveil.engines.simulation import Simulation
 from gradveil.models import create_model
 from gradveil.observe import observe
+from gradveil.received import received
 from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
 from gradveil.types import Batch, Update
 
 __all__ = [
+    "Attack",
     "Batch",
     "Chain",
     "Client",
     "Dataset",
     "Defence",
     "Knowledge",
+    "LocalSettings",
     "Observation",
     "Reconstruction",
     "Server",
@@ -23,8 +28,10 @@ __all__ = [
     "ThreatModel",
     "TrainSettings",
     "Update",
+    "build_attack",
     "build_defence",
     "create_model",
     "load_dataset",
     "observe",
+    "received",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradveil.errors import ThreatModelError
-from gradveil.registry import Component
+from gradveil.registry import Component, build
 from gradveil.threat import Knowledge, Observation, Reconstruction
 
 
@@ -52,6 +52,16 @@ class Attack(Component, ABC):
             converged=result.converged & usable,
             why=why,
         )
+
+
+def build_attack(spec: str) -> Attack:
+    """Build an attack from its text.
+
+    Example:
+        >>> build_attack("gs:iterations=500").spec
+        'gs:iterations=500'
+    """
+    return build(Attack, spec)
 
 
 def diagnose(seen: Observation) -> list[str]:
