@@ -28,7 +28,7 @@ def test_the_best_restart_by_the_attackers_own_loss_is_kept(monkeypatch):
 
     def search(attack, search, step, task, rng):
         images = torch.arange(6.0).view(6, 1, 1, 1, 1).expand(6, 1, 1, 8, 8) / 10
-        return images, torch.zeros(6, 1, 4), losses, images.new_empty(0, 6, 1, 1, 8, 8)
+        return matching._Found(images, task.labels, losses, images.new_empty(0, 6, 1, 1, 8, 8), [""] * 6)
 
     monkeypatch.setattr(matching, "_search", search)
     result = run(Idlg(restarts=3), seen)
@@ -55,10 +55,13 @@ def test_a_restart_that_diverged_never_wins(monkeypatch):
 
     def search(attack, search, step, task, rng):
         images = torch.arange(2.0).view(2, 1, 1, 1, 1).expand(2, 1, 1, 8, 8)
-        return images, torch.zeros(2, 1, 4), torch.tensor([torch.nan, 5.0]), images.new_empty(0, 2, 1, 1, 8, 8)
+        losses = torch.tensor([torch.nan, 5.0])
+        return matching._Found(images, task.labels, losses, images.new_empty(0, 2, 1, 1, 8, 8), ["", "chosen"])
 
     monkeypatch.setattr(matching, "_search", search)
-    assert run(Idlg(restarts=2), seen).loss.tolist() == [5.0]
+    result = run(Idlg(restarts=2), seen)
+    assert result.loss.tolist() == [5.0]
+    assert result.why == ("chosen",)
 
 
 def test_a_target_that_is_done_leaves_and_the_others_go_on(monkeypatch):
@@ -91,7 +94,7 @@ def test_an_update_of_another_size_than_stated_is_named(factor):
 
 
 @pytest.mark.parametrize("local", ["unroll", "line", "once"])
-@pytest.mark.parametrize("attack", [Dlg(iterations=25, restarts=2), Gs(iterations=300, sign="none")])
+@pytest.mark.parametrize("attack", [Dlg(iterations=12, restarts=2), Gs(iterations=200, sign="none")])
 def test_pictures_come_out_of_several_local_steps_without_their_labels(attack, local):
     truth, _, seen = scene(
         targets=2, size=2, grants=("num-examples", "local-steps"), how=LocalSettings(epochs=2, batch_size=1), lr=0.01

@@ -2,9 +2,9 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,28 +127,29 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
     replay = replay_of(seen, attack.local, rng)
     rows = torch.arange(targets).repeat_interleave(restarts)
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
-    wanted = seen.mean_gradients
-    together = min(max(1, attack.chunk // restarts) * restarts, len(rows))
     step = _Step(attack, search, seen, replay)
-    everything = _Task(wanted, search.priors.statistics, None).of(rows.to(step.device))
-    tasks = [
-        replace(everything.of(some.to(step.device)), labels=None if known is None else known[some].to(step.device))
-        for some in torch.split(torch.arange(len(rows)), together)
-    ]
-    if _compiles(attack, replay, len(tasks)):
-        step.compile_for(tasks[0])
-    found = [_search(attack, search, step, task, rng) for task in tasks]
-    images, soft, loss, iterates = (torch.cat([each[i] for each in found], dim) for i, dim in enumerate((0, 0, 0, 1)))
+    together = _Task(seen.mean_gradients, search.priors.statistics, None)
+
+    def task_of(some: Tensor) -> _Task:
+        task = together.of(rows[some].to(step.device))
+        return task if known is None else replace(task, labels=known[some].to(step.device))
+
+    size = min(max(1, attack.chunk // restarts) * restarts, len(rows))
+    chunks = torch.split(torch.arange(len(rows)), size)
+    if _compiles(attack, replay, len(chunks)):
+        step.compile_for(task_of(chunks[0]))
+    found = [_search(attack, search, step, task_of(some), rng) for some in chunks]
+    loss = torch.cat([each.loss for each in found])
     ours = loss.view(targets, restarts)
     best = torch.where(ours.isnan(), torch.inf, ours).argmin(1) + torch.arange(targets).to(loss.device) * restarts
-    chosen = soft[best] if known is None else known.to(best.device)[best]
+    notes = [note for each in found for note in each.notes]
     return Reconstruction(
-        images=images[best],
-        labels=chosen.argmax(2) if known is None else chosen,
+        images=torch.cat([each.images for each in found])[best],
+        labels=torch.cat([each.labels for each in found])[best],
         loss=loss[best],
         converged=loss[best] <= max(attack.stop_below, 1e-3),
-        iterates=iterates[:, best],
-        why=tuple(_size_mismatch(step, wanted, images[best], chosen)),
+        iterates=torch.cat([each.iterates for each in found], 1)[:, best],
+        why=tuple(notes[row] for row in best.tolist()),
     )
 
 
@@ -307,10 +308,18 @@ def _padded(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
 
 
-def _search(
-    attack: Matching, search: Search, step: _Step, task: _Task, rng: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One chunk: best images (rows, B, C, H, W) in [0, 1], soft labels, losses (rows,), and iterates."""
+class _Found(NamedTuple):
+    """What came of one chunk: images (rows, B, C, H, W) in [0, 1], labels (rows, B), losses (rows,) and more."""
+
+    images: Tensor
+    labels: Tensor
+    loss: Tensor
+    iterates: Tensor
+    notes: list[str]
+
+
+def _search(attack: Matching, search: Search, step: _Step, task: _Task, rng: torch.Generator) -> _Found:
+    """One chunk, from its start to the best iterate of each row."""
     variables = step.begin(attack.start, task, rng)
     best = _Best(variables)
     shown: list[Tensor] = []
@@ -320,8 +329,10 @@ def _search(
         if every and number % every == 0:
             shown.append(step.pictures(best.variables))
     pictures = step.pictures(best.variables)
-    soft = step.split(best.variables, task.labels)[1].view(task.rows, step.batch_size, -1)
-    return pictures, soft, best.loss, torch.stack(shown) if shown else pictures.new_empty(0, *pictures.shape)
+    targets = step.split(best.variables, task.labels)[1]
+    labels = task.labels if task.labels is not None else targets.argmax(1).view(task.rows, -1)
+    iterates = torch.stack(shown) if shown else pictures.new_empty(0, *pictures.shape)
+    return _Found(pictures, labels, best.loss, iterates, _sizes_noted(step, task, pictures, targets))
 
 
 def _descend(
@@ -387,19 +398,21 @@ class _Best:
             self.variables[rows], self.loss[rows] = kept, least
 
 
-def _size_mismatch(step: _Step, wanted: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> Iterator[str]:
-    """For each target: what to say where the guess explains the update's direction, but not its size."""
-    for target in range(len(images)):
-        aim = {name: tensor[target : target + 1] for name, tensor in wanted.items()}
-        targets = labels[target].to(images.device)
-        guess = step.replay(images[target], targets, aim)
-        ours, theirs = (torch.cat([part[name].detach().flatten() for name in aim]) for part in (guess, aim))
-        alike = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
-        factor = float(theirs.norm() / ours.norm().clamp_min(torch.finfo(ours.dtype).tiny))
-        differs = "learning rate, number of steps, loss reduction or clipping differ from what is stated"
-        if alike > 0.95 and not 0.8 < factor < 1.25:
-            yield f"the update is {factor:.3g} times as large as its likely images give: {differs}"
-        elif (excess := bias_excess(step.seen, aim)) > 1.05:
-            yield f"the update is at least {excess:.3g} times as large as cross-entropy allows: {differs}"
+def _sizes_noted(step: _Step, task: _Task, pictures: Tensor, targets: Tensor) -> list[str]:
+    """For each row what to say where the guess explains the update's direction, but not its size; else ""."""
+    guess = step.replay(pictures.flatten(0, 1), targets, task.wanted)
+    ours, theirs = (
+        torch.cat([part[name].detach().flatten(1) for name in task.wanted], 1) for part in (guess, task.wanted)
+    )
+    alike = torch.nn.functional.cosine_similarity(ours, theirs, dim=1)
+    factor = theirs.norm(dim=1) / ours.norm(dim=1).clamp_min(torch.finfo(ours.dtype).tiny)
+    differs = "learning rate, number of steps, loss reduction or clipping differ from what is stated"
+    notes = []
+    for same, size, excess in zip(alike.tolist(), factor.tolist(), bias_excess(step.seen, task.wanted), strict=True):
+        if same > 0.95 and not 0.8 < size < 1.25:
+            notes.append(f"the update is {size:.3g} times as large as its likely images give: {differs}")
+        elif excess > 1.05:
+            notes.append(f"the update is at least {excess:.3g} times as large as cross-entropy allows: {differs}")
         else:
-            yield ""
+            notes.append("")
+    return notes

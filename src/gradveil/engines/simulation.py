@@ -21,10 +21,9 @@ from gradveil.engines.in_process import InProcess
 from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError, DivergedError, RunFolderError
 from gradveil.flat import FlatModel
-from gradveil.models.base import Normalisation
+from gradveil.models.base import Normalisation, parse_normalisation
 from gradveil.server import Engine, Round, ScoreRequest, learning_rate, play_round
 
-IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 MOST_PERSONAL = 200
 """Clients with a model of their own that are scored on all test images at the end."""
 Row = dict[str, object]
@@ -68,16 +67,17 @@ class Simulation:
             raise ConfigError(f"workers must be 0 when a defence or network object is given, got {workers}.")
         self.settings = settings
         self.defence = defence or build_defence(settings.defence)
-        device = _device(settings.device)
+        device = usable_device(settings.device)
         self.dataset = dataset or load_dataset(settings.dataset, data_root)
         self.data: FederatedData = federate(
             self.dataset, settings.partition, settings.clients, settings.sensitive, settings.seed
         )
-        normalisation = _normalisation(settings.normalise, self.dataset)
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
+        published = Normalisation(self.dataset.mean, self.dataset.std)
+        normalisation = parse_normalisation(settings.normalise, shape[0], published)
         build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation))
         module = defended(build_network(), self.defence, settings.seed, "server").to(device)
-        _check_output(module, self.dataset, device)
+        check_output(module, shape, num_classes, device)
         self.net = FlatModel(module, is_private(module, self.defence, settings))
         self.model: dict[str, Tensor] = _copy(self.net.shared_tensors(self.net.values[self.net.shared]))
         self.server_state: dict[str, Tensor] = {}
@@ -210,7 +210,8 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _device(text: str) -> torch.device:
+def usable_device(text: str) -> torch.device:
+    """The device of this name, tried out; an error where torch can't use it here."""
     try:
         device = torch.device(text)
         torch.zeros(1, device=device).item()
@@ -230,47 +231,21 @@ def _num_workers(asked: int | None, settings: TrainSettings) -> int:
     return count if count > 1 or asked else 0
 
 
-def _normalisation(text: str, dataset: Dataset) -> Normalisation | None:
-    channels = dataset.shape[0]
-    if text == "none":
-        return None
-    if text == "dataset":
-        return Normalisation(dataset.mean, dataset.std)
-    if text == "imagenet":
-        chosen = IMAGENET
-    else:
-        try:
-            mean, std = (tuple(float(value) for value in part.split(",")) for part in text.split("/"))
-        except ValueError as error:
-            raise ConfigError(f"normalise must be dataset, imagenet, none or mean/std, got {text!r}.") from error
-        try:
-            chosen = Normalisation(
-                mean * channels if len(mean) == 1 else mean, std * channels if len(std) == 1 else std
-            )
-        except ConfigError as error:
-            raise ConfigError(f"normalise must have a mean and a positive std, got {text!r}: {error}") from error
-    if len(chosen.mean) != channels:
-        raise ConfigError(f"normalise must have a mean and a std for each of {channels} channels, got {text!r}.")
-    return chosen
-
-
-def _check_output(module: nn.Module, dataset: Dataset, device: torch.device) -> None:
-    """A model that can't take the images, or has another number of classes, is found before any training."""
+def check_output(module: nn.Module, shape: tuple[int, int, int], num_classes: int, device: torch.device) -> None:
+    """A model that can't take the images, or has another number of classes, is found before any work."""
     module.eval()
     try:
         with torch.no_grad():
-            output = module(torch.zeros(2, *dataset.shape, device=device))
+            output = module(torch.zeros(2, *shape, device=device))
     except Exception as error:
         raise ConfigError(
-            f"The model must take images of shape {dataset.shape}, got {type(error).__name__}: {error}."
+            f"The model must take images of shape {shape}, got {type(error).__name__}: {error}."
         ) from error
     if not isinstance(output, Tensor):
-        raise ConfigError(
-            f"The model must return (N, {dataset.num_classes}) for this data set, got a {type(output).__name__}."
-        )
+        raise ConfigError(f"The model must return (N, {num_classes}) for these classes, got a {type(output).__name__}.")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError("The model must have parameters to train, got a model without any.")
-    if tuple(output.shape) != (2, dataset.num_classes):
+    if tuple(output.shape) != (2, num_classes):
         raise ConfigError(
-            f"The model must return (N, {dataset.num_classes}) for this data set, got {tuple(output.shape)} for N = 2."
+            f"The model must return (N, {num_classes}) for these classes, got {tuple(output.shape)} for N = 2."
         )

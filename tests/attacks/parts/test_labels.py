@@ -76,7 +76,7 @@ def test_labels_of_several_local_steps_are_counted_together():
 
 def test_a_bias_gradient_that_cross_entropy_cannot_make_is_noticed():
     seen = look([[2], [3]])
-    usual = [bias_excess(seen, {name: t[i : i + 1] for name, t in seen.gradients.items()}) for i in (0, 1)]
+    usual = bias_excess(seen, seen.gradients)
     assert all(0.1 < excess <= 1 for excess in usual)
     summed = {name: 20 * tensor[:1] for name, tensor in seen.gradients.items()}
-    assert bias_excess(seen, summed) == pytest.approx(20 * usual[0])
+    assert bias_excess(seen, summed) == pytest.approx([20 * usual[0]])

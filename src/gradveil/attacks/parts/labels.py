@@ -75,16 +75,17 @@ def _scaled_rows(weight: Tensor, prediction: Tensor) -> Tensor:
     return rows / total * (1 - prediction.amax(-1, keepdim=True))
 
 
-def bias_excess(seen: Observation, gradients: Mapping[str, Tensor]) -> float:
-    r"""How much larger one target's last bias gradient is than cross-entropy can make it; up to 1 all is well.
+def bias_excess(seen: Observation, gradients: Mapping[str, Tensor]) -> list[float]:
+    r"""How much larger each target's last bias gradient is than cross-entropy can make it; up to 1 all is well.
 
     Of a mean loss it is :math:`\bar p - n / B`, two distributions apart, so its absolute values add up to at most 2.
     """
     try:
-        _, bias = last_layer(seen, gradients)
+        weight, bias = last_layer(seen, gradients)
     except ConfigError:
-        return 0.0
-    return 0.0 if bias is None else float(bias.abs().sum()) / 2
+        weight, bias = next(iter(gradients.values())), None
+    found: list[float] = [0.0] * len(weight) if bias is None else (bias.abs().sum(1) / 2).tolist()
+    return found
 
 
 def known_or_recovered(seen: Observation) -> Tensor:

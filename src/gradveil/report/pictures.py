@@ -1,0 +1,47 @@
+"""Guessed images as picture files, large enough to look at."""
+
+import io
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+GAP = 2
+"""White pixels between two images."""
+
+
+def strip_png(images: Tensor, height: int = 128) -> bytes:
+    """A PNG of images (B, C, H, W) in [0, 1], side by side, each pixel repeated until they are ``height`` tall.
+
+    One channel is grey and three are colours; of any other number each has a line of its own, in grey. An image with
+    NaN or infinity in it is no guess, and shown as a chequered field.
+
+    Example:
+        >>> import torch
+        >>> Image.open(io.BytesIO(strip_png(torch.rand(3, 1, 28, 28)))).size
+        (424, 140)
+    """
+    pixels = images.detach().cpu().double().numpy()
+    lines = [pixels] if pixels.shape[1] in (1, 3) else [pixels[:, [channel]] for channel in range(pixels.shape[1])]
+    drawn = [_joined([_tile(image, height) for image in line], axis=1) for line in lines]
+    buffer = io.BytesIO()
+    Image.fromarray(_joined(drawn, axis=0)).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def _tile(image: np.ndarray, height: int) -> np.ndarray:
+    """One image (C, H, W) as (H', W', 3) bytes."""
+    factor = -(-height // image.shape[1])
+    large = image.repeat(factor, 1).repeat(factor, 2).transpose(1, 2, 0)
+    if not np.isfinite(image).all():
+        squares = np.indices(large.shape[:2]) // 16
+        large = np.where(squares.sum(0) % 2, 0.6, 0.8)[..., None]
+    return np.broadcast_to((large.clip(0, 1) * 255).round().astype(np.uint8), (*large.shape[:2], 3))
+
+
+def _joined(parts: list[np.ndarray], axis: int) -> np.ndarray:
+    """Arrays (H, W, 3) beside each other along an axis, with white gaps."""
+    size = list(parts[0].shape)
+    size[axis] = GAP
+    gap = np.full(size, 255, np.uint8)
+    return np.concatenate([piece for part in parts for piece in (gap, part)][1:], axis)
