@@ -192,18 +192,19 @@ class BatchedLbfgs:
         square = (difference * difference).sum(1)
         self._diagonal = torch.where(accept, curvature / square, self._diagonal)
         direction = -gradient
-        length = int(self._count.clamp_max(self._history).max())
+        least, most = (int(count) for count in self._count.aminmax())
+        length = min(most, self._history)
         factors = []
         for age in range(length):  # newest first
-            difference_, step_, inverse, held = self._recall(age)
-            factor = (step_ * direction).sum(1) * inverse * held
-            direction = direction - factor[:, None] * difference_
+            difference_, step_, inverse = self._recall(age, alike=least == most)
+            factor = torch.linalg.vecdot(step_, direction) * inverse
+            direction.addcmul_(difference_, factor[:, None], value=-1)
             factors.append(factor)
-        direction = direction * self._diagonal[:, None]
+        direction *= self._diagonal[:, None]
         for age in reversed(range(length)):
-            difference_, step_, inverse, held = self._recall(age)
-            back = (difference_ * direction).sum(1) * inverse * held
-            direction = direction + step_ * (factors[age] - back)[:, None]
+            difference_, step_, inverse = self._recall(age, alike=least == most)
+            back = torch.linalg.vecdot(difference_, direction) * inverse
+            direction.addcmul_(step_, (factors[age] - back)[:, None])
         self._direction = torch.where(active[:, None], direction, self._direction)
 
     def _remember(self, difference: Tensor, step: Tensor, curvature: Tensor, accept: Tensor) -> None:
@@ -214,9 +215,12 @@ class BatchedLbfgs:
         self._inverse[slots, rows] = 1 / curvature[accept]
         self._count = self._count + accept
 
-    def _recall(self, age: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Each target's pair of a given age, and whether it has one."""
+    def _recall(self, age: int, *, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Each target's pair of a given age, with an inverse of 0 where it has none; ``alike``: all have as many."""
         slots = (self._count - 1 - age) % self._history
-        held = (self._count.clamp_max(self._history) > age).to(self._inverse.dtype)
+        if alike:
+            slot = int(slots[0])
+            return self._differences[slot], self._steps[slot], self._inverse[slot]  # views, not copies
         at = (slots, self._rows)
-        return self._differences[at], self._steps[at], self._inverse[at], held
+        held = (self._count.clamp_max(self._history) > age).to(self._inverse)
+        return self._differences[at], self._steps[at], self._inverse[at] * held
