@@ -59,6 +59,7 @@ class Experiment:
 FREE = "num-examples,local-steps"
 TWENTY, FOUR = LocalSettings(epochs=1, batch_size=4), LocalSettings(epochs=5, batch_size=4)
 BEST = "gs:sign=none,schedule=cosine,lr=0.3"
+SLOW = "gs:sign=none,schedule=cosine,lr=0.1,tv=1e-3"
 EXPERIMENTS = {
     # one picture, one gradient
     "gs-mnist": Experiment("mnist", "lenet-dlg", f"{BEST},iterations=3000,tv=1e-6", normalised=True),
@@ -83,7 +84,16 @@ EXPERIMENTS = {
     "fedavg-four-once": Experiment(
         "mnist", "lenet-dlg", f"{BEST},iterations=1500,tv=1e-4,local=once", 4, FREE, how=FOUR, lr=0.01
     ),
-    "fedavg-twenty": Experiment("mnist", "lenet-dlg", f"{BEST},iterations=1500,tv=1e-3", 20, FREE, how=TWENTY, lr=0.01),
+    "fedavg-twenty-mlp": Experiment("mnist", "mlp", f"{SLOW},iterations=1000", 20, FREE, how=TWENTY, lr=0.01),
+    "fedavg-twenty-mlp-line": Experiment(
+        "mnist", "mlp", f"{SLOW},iterations=1000,local=line", 20, FREE, how=TWENTY, lr=0.01
+    ),
+    "fedavg-twenty-mlp-once": Experiment(
+        "mnist", "mlp", f"{SLOW},iterations=1000,local=once", 20, FREE, how=TWENTY, lr=0.01
+    ),
+    "fedavg-twenty-lenet-dlg": Experiment(
+        "mnist", "lenet-dlg", f"{SLOW},iterations=1000", 20, FREE, how=TWENTY, lr=0.01
+    ),
     # how attacks weaken: default initialisation, ReLU, training
     "weaker-sigmoid-default": Experiment(
         "mnist", "lenet-dlg:init=default", f"{BEST},iterations=3000,tv=1e-6", normalised=True

@@ -95,11 +95,17 @@ class Replay:
 
 
 def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:
-    """How to play again what these clients did, from what is known of it."""
+    """How to play again what these clients did, from what is known of it.
+
+    Whether BatchNorm took its statistics from the batch is known with the local steps; else running statistics that
+    came along changed betray it.
+    """
     size = seen.num_examples
-    how = seen.local_steps if seen.knows(Knowledge.LOCAL_STEPS) or not seen.single_step else None
-    if how is None:
-        return Replay(seen.network, size)
+    if seen.knows(Knowledge.LOCAL_STEPS) or not seen.single_step:
+        how = seen.local_steps
+    else:
+        betrayed = any(bool(change.any()) for change in seen.buffers.values())
+        how = LocalSettings("fedsgd", batch_norm="average" if betrayed else "freeze")
     network = seen.network if how.batch_norm == "freeze" else _with_batch_statistics(seen.network)
     simple = seen.single_step and not _mixes(network) and not how.weight_decay
     batch = how.batch_size if how.algorithm == "fedavg" and how.batch_size else size
