@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gradveil import Batch, ThreatModel, create_model, load_dataset, observe
 from gradveil.attacks import Attack
+from gradveil.attacks.parts.labels import counted, distinct, idlg, last_layer, likely_prediction
 from gradveil.client import LocalSettings
 from gradveil.data import Dataset
 from gradveil.metrics import align
@@ -94,6 +95,23 @@ EXPERIMENTS = {
     "fedavg-twenty-lenet-dlg": Experiment(
         "mnist", "lenet-dlg", f"{SLOW},iterations=1000", 20, FREE, how=TWENTY, lr=0.01
     ),
+    # BatchNorm's statistics as a prior, labels unknown
+    "gradinversion": Experiment(
+        "cifar10",
+        "convnet:width=16",
+        "gradinversion:iterations=400,restarts=2",
+        4,
+        "num-examples,batch-statistics",
+        normalised=True,
+    ),
+    "gradinversion-without": Experiment(
+        "cifar10",
+        "convnet:width=16",
+        "gradinversion:iterations=400,restarts=2,batch_norm=0",
+        4,
+        "num-examples,batch-statistics",
+        normalised=True,
+    ),
     # how attacks weaken: default initialisation, ReLU, training
     "weaker-sigmoid-default": Experiment(
         "mnist", "lenet-dlg:init=default", f"{BEST},iterations=3000,tv=1e-6", normalised=True
@@ -121,10 +139,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--labels", action="store_true", help="only how many labels each rule recovers")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     wanted = [n for n in EXPERIMENTS if any(n.startswith(part) for part in options.only.split(","))]
+    if options.labels:
+        label_table(options.data_root, options.targets, options.seed)
+        return
     if options.list:
         print("\n".join(f"{name}: {EXPERIMENTS[name]}" for name in wanted))
         return
@@ -171,6 +193,50 @@ def line(name: str, setting: Experiment, root: Path | None, targets: int, seed: 
         f"| {name} | {psnr.mean():.1f} | {psnr.min():.1f} | {psnr.max():.1f} | {ssim:.3f} | "
         f"{(mse < 1e-3).double().mean():.0%} | {sum(right) / len(right):.0%} | {nothing:.1f} | {seconds:.0f} |"
     )
+
+
+def label_table(root: Path | None, targets: int, seed: int) -> None:
+    """How many labels each rule recovers, on MNIST, for networks untrained and trained."""
+    data = load_dataset("mnist", root)
+    print(
+        "| network | training | idlg, 1 image | distinct, 4 | counted, 4 | counted, 32 | counted, 5 local steps of 4 |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for model in ("lenet-dlg", "lenet-dlg:init=default", "lenet5", "lenet5:activation=tanh", "mlp"):
+        for epochs in (0, 1):
+            network = create_model(model, data.shape, data.num_classes, seed)
+            if epochs:
+                train(network, data, epochs, seed)
+            cells = [
+                recovered(network, data, targets, seed, batch, rule, how)
+                for batch, rule, how in (
+                    (1, "idlg", None),
+                    (4, "distinct", None),
+                    (4, "counted", None),
+                    (32, "counted", None),
+                    (20, "counted", TWENTY),
+                )
+            ]
+            shares = " | ".join(f"{share:.0%}" for share in cells)
+            print(f"| {model} | {epochs} epochs | {shares} |", flush=True)
+
+
+def recovered(
+    network: nn.Module, data: Dataset, targets: int, seed: int, batch: int, rule: str, how: LocalSettings | None
+) -> float:
+    """The share of labels that a rule recovers."""
+    private = choose(data, targets, batch, "any", seed)
+    grants = ThreatModel.of("num-examples", "local-steps")
+    seen = observe(network.eval(), private, threat=grants, num_classes=data.num_classes, how=how, lr=0.01, seed=seed)
+    weight, bias = last_layer(seen, seen.mean_gradients)
+    if rule == "idlg":
+        found = idlg(weight)[:, None]
+    elif rule == "distinct":
+        found = distinct(weight, batch)
+    else:
+        found = counted(weight, bias, batch, likely_prediction(seen))
+    right = [label_accuracy(one.labels, row) for one, row in zip(private, found, strict=True)]
+    return sum(right) / len(right)
 
 
 def choose(data: Dataset, targets: int, batch: int, labels: str, seed: int) -> list[Batch]:

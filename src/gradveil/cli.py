@@ -16,7 +16,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from gradveil.config import TrainSettings, make_train_settings, read_settings, with_absolute_paths
@@ -53,7 +61,9 @@ def main() -> None:
         _fail(error, 2)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            typer.echo("Stopped. What was finished is saved: run again with --resume.", err=True)
+            saved = "Nothing was saved" if sys.argv[1:2] == ["attack"] else "What was finished is saved"
+            again = "" if sys.argv[1:2] == ["attack"] else ": run again with --resume"
+            typer.echo(f"Stopped. {saved}{again}.", err=True)
         raise
 
 
@@ -252,6 +262,50 @@ def _train_signature() -> inspect.Signature:
 _train.__signature__ = _train_signature()  # type: ignore[attr-defined]
 _train.__annotations__ = {name: p.annotation for name, p in _train_signature().parameters.items()}
 app.command("train")(_train)
+
+
+@app.command()
+def attack(
+    model_file: Annotated[Path, typer.Option(help="The weights as they were broadcast (safetensors).")],
+    update: Annotated[
+        list[Path], typer.Option(help="A client's update, tensors by name (safetensors or .npz); may be repeated.")
+    ],
+    spec: Annotated[Path, typer.Option(help="TOML file: model, shape, num_classes, kind, and what else is known.")],
+    attack: Annotated[str, typer.Option(help="An attack with its settings, name:key=value (gradveil list attacks).")],
+    out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")],
+    seed: Annotated[int, typer.Option(help="Every random draw comes from this seed.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    truth: Annotated[Path | None, typer.Option(help="The private images (.npz with `images`), for scores.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rebuild private images from updates that any framework saved; the folder OUT gets pictures and rows."""
+    from gradveil.attack_files import attack_files
+    from gradveil.update_spec import read_spec
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress, contextlib.redirect_stdout(sys.stderr):
+        progress.add_task(f"attacking {len(update)} update{'s' * (len(update) > 1)} with {attack}", total=None)
+        rows = attack_files(model_file, update, read_spec(spec), attack, out, seed=seed, device=device, truth=truth)
+    if as_json:
+        _print({"out": str(out), "rows": rows})
+        return
+    labels = "known labels" if "labels" in rows[0]["knows"] else "guessed labels"
+    table = Table("target", labels, "attacker's loss", "converged", "psnr", "why", title=attack, title_justify="left")
+    for row in rows:
+        table.add_row(
+            str(row["target"]),
+            " ".join(map(str, row["labels"])),
+            _figure(row["attacker_loss"]),
+            "yes" if row["converged"] else "attack did not converge",
+            _figure(row["psnr"]),
+            row["why"],
+        )
+    _show(table)
+    typer.echo(f"Look at them: {out / 'images'}")
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 @contextmanager

@@ -41,7 +41,8 @@ class Attack(Component, ABC):
                 f"(it grants {granted}). Grant it under [threat] knows, or drop the attack."
             )
         reasons = diagnose(seen)
-        usable = torch.tensor([not reason for reason in reasons])
+        device = next(iter(seen.updates.values())).device
+        usable = torch.tensor([not reason for reason in reasons], device=device)
         cleaned = {name: torch.where(_rows(usable, t), t, torch.zeros_like(t)) for name, t in seen.updates.items()}
         result = self.run(replace(seen, updates=cleaned), rng)
         why = tuple(a or b for a, b in zip(reasons, result.why or ("",) * len(reasons), strict=True))

@@ -73,8 +73,10 @@ class Simulation:
             self.dataset, settings.partition, settings.clients, settings.sensitive, settings.seed
         )
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
-        published = Normalisation(self.dataset.mean, self.dataset.std)
-        normalisation = parse_normalisation(settings.normalise, shape[0], published)
+        if settings.normalise == "dataset":
+            normalisation: Normalisation | None = Normalisation(self.dataset.mean, self.dataset.std)
+        else:
+            normalisation = parse_normalisation(settings.normalise, shape[0], also="dataset, ")
         build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation))
         module = defended(build_network(), self.defence, settings.seed, "server").to(device)
         check_output(module, shape, num_classes, device)
@@ -242,10 +244,10 @@ def check_output(module: nn.Module, shape: tuple[int, int, int], num_classes: in
             f"The model must take images of shape {shape}, got {type(error).__name__}: {error}."
         ) from error
     if not isinstance(output, Tensor):
-        raise ConfigError(f"The model must return (N, {num_classes}) for these classes, got a {type(output).__name__}.")
+        raise ConfigError(f"The model must return (N, {num_classes}) for this data set, got a {type(output).__name__}.")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError("The model must have parameters to train, got a model without any.")
     if tuple(output.shape) != (2, num_classes):
         raise ConfigError(
-            f"The model must return (N, {num_classes}) for these classes, got {tuple(output.shape)} for N = 2."
+            f"The model must return (N, {num_classes}) for this data set, got {tuple(output.shape)} for N = 2."
         )

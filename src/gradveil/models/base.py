@@ -57,28 +57,29 @@ class Normalisation:
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def parse_normalisation(text: str, channels: int, dataset: Normalisation | None = None) -> Normalisation | None:
-    """The normalisation that a setting names: none, imagenet, mean/std, or dataset where that one is given.
+def parse_normalisation(text: str, channels: int, also: str = "") -> Normalisation | None:
+    """The normalisation that a setting names: none, imagenet or mean/std. ``also`` adds a caller's words to the error.
 
     Example:
         >>> parse_normalisation("0.5/0.25", channels=3)
         Normalisation(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
     """
-    named = {"imagenet": IMAGENET, "none": None} | ({} if dataset is None else {"dataset": dataset})
-    if text in named:
-        chosen = named[text]
+    if text == "none":
+        return None
+    if text == "imagenet":
+        chosen = IMAGENET
     else:
         try:
             mean, std = (tuple(float(value) for value in part.split(",")) for part in text.split("/"))
         except ValueError as error:
-            raise ConfigError(f"normalise must be {', '.join(sorted(named))} or mean/std, got {text!r}.") from error
+            raise ConfigError(f"normalise must be {also}imagenet, none or mean/std, got {text!r}.") from error
         try:
             chosen = Normalisation(
                 mean * channels if len(mean) == 1 else mean, std * channels if len(std) == 1 else std
             )
         except ConfigError as error:
             raise ConfigError(f"normalise must have a mean and a positive std, got {text!r}: {error}") from error
-    if chosen is not None and len(chosen.mean) != channels:
+    if len(chosen.mean) != channels:
         raise ConfigError(f"normalise must have a mean and a std for each of {channels} channels, got {text!r}.")
     return chosen
 

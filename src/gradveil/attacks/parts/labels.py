@@ -49,24 +49,33 @@ def distinct(weight: Tensor, count: int) -> Tensor:
 def counted(weight: Tensor, bias: Tensor | None, count: int, prediction: Tensor) -> Tensor:
     r"""``count`` labels with repetitions, (T, count), sorted: the counts that explain the last layer's gradient best.
 
-    The bias gradient is :math:`\bar p_c - n_c / B` with the batch's mean prediction; the attacker puts its own estimate
-    ``prediction`` (T, classes) or (classes,) for it, e.g. the network's mean output on noise, and rounds
-    :math:`n_c = B (\bar p_c - b_c)` to integers that add up to B, largest remainders first. Without a bias, row sums
-    serve in its place, scaled so that the negative ones add up to minus the probability mass they must remove.
+    The bias gradient is :math:`b_c = \bar p_c - n_c / B` with the batch's mean prediction. As none is negative,
+    :math:`n_c \ge -B b_c` for certain. For the rest the attacker puts its own estimate ``prediction`` (T, classes) or
+    (classes,), e.g. the network's mean output on noise, and rounds :math:`n_c = B (\bar p_c - b_c)` to integers that
+    add up to B, largest remainders first. Without a bias, row sums serve in its place, scaled so that the negative ones
+    add up to minus the probability mass they must remove.
 
     Reference: after Wainakh et al. 2022 (LLG), https://arxiv.org/abs/2105.09369, and Geng et al. 2021.
-    Fails: where the prediction on private images differs much from the estimate: trained networks.
+    Fails: where the prediction on private images differs much from the estimate: on trained networks only the certain
+    part is left, each class that is there at least once.
     """
     evidence = bias if bias is not None else _scaled_rows(weight, prediction)
-    shares = (prediction - evidence).clamp_min(0)
-    counts = shares / shares.sum(1, keepdim=True).clamp_min(1e-12) * count  # (T, classes)
-    whole = counts.floor()
-    missing = (count - whole.sum(1)).long()
-    order = (counts - whole).argsort(1, descending=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
-    whole = whole + (rank < missing[:, None])
-    classes = torch.arange(whole.shape[1])
-    return torch.stack([classes.repeat_interleave(row.long()) for row in whole])
+    certain = (-count * evidence - _ROUNDING).ceil().clamp_min(0)
+    while bool((over := certain.sum(1) > count).any()):  # rounding, or an update that is not what it seems
+        certain = torch.where(over[:, None], (certain - 1).clamp_min(0), certain)
+    expected = (count * (prediction - evidence) - certain).clamp_min(0)
+    rest = count - certain.sum(1, keepdim=True)
+    shares = expected / expected.sum(1, keepdim=True).clamp_min(1e-12) * rest
+    whole = shares.floor()
+    missing = (rest - whole.sum(1, keepdim=True)).long()
+    order = (shares - whole).argsort(1, descending=True)
+    places = torch.arange(order.shape[1], device=order.device)
+    rank = torch.empty_like(order).scatter_(1, order, places.expand_as(order))
+    whole = certain + whole + (rank < missing)
+    return torch.stack([places.repeat_interleave(row.long()) for row in whole])
+
+
+_ROUNDING = 1e-5
 
 
 def _scaled_rows(weight: Tensor, prediction: Tensor) -> Tensor:
