@@ -41,9 +41,9 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradveil import Batch, ThreatModel, create_model, load_dataset, observe
-from gradveil.attacks import matching
 from gradveil.attacks.base import Attack
 from gradveil.attacks.gs import Gs
+from gradveil.attacks.parts import search
 from gradveil.models import Normalisation
 from gradveil.registry import build
 from gradveil.threat import Observation, Reconstruction
@@ -151,7 +151,7 @@ class Compiler:
     @classmethod
     def watch(cls) -> None:
         """From now on."""
-        original = matching.compiled
+        original = search.compiled
 
         def timed(function: object, examples: tuple[Tensor, ...]) -> object:
             started = time.perf_counter()
@@ -161,7 +161,7 @@ class Compiler:
             cls.spent += time.perf_counter() - started
             return cls.kept[shapes]
 
-        matching.compiled = timed
+        search.compiled = timed
 
 
 def seconds(run: Run, steps: int) -> float:

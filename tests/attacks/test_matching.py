@@ -9,6 +9,7 @@ from gradveil.attacks import matching
 from gradveil.attacks.dlg import Dlg
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
+from gradveil.attacks.parts import search
 from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.metrics import align
@@ -26,11 +27,11 @@ def test_the_best_restart_by_the_attackers_own_loss_is_kept(monkeypatch):
     _, _, seen = scene(targets=2)
     losses = torch.tensor([3.0, 1.0, 2.0, 0.5, 4.0, 9.0])  # three restarts of each of two targets
 
-    def search(attack, search, step, task, rng):
+    def search_chunk(attack, search, step, task, rng):
         images = torch.arange(6.0).view(6, 1, 1, 1, 1).expand(6, 1, 1, 8, 8) / 10
         return matching._Found(images, task.labels, losses, images.new_empty(0, 6, 1, 1, 8, 8), [""] * 6)
 
-    monkeypatch.setattr(matching, "_search", search)
+    monkeypatch.setattr(matching, "_search", search_chunk)
     result = run(Idlg(restarts=3), seen)
     assert result.loss.tolist() == [1.0, 0.5]
     assert result.images[:, 0, 0, 0, 0].tolist() == pytest.approx([0.1, 0.3])
@@ -53,12 +54,12 @@ def test_iterates_are_kept_for_the_report():
 def test_a_restart_that_diverged_never_wins(monkeypatch):
     _, _, seen = scene(targets=1)
 
-    def search(attack, search, step, task, rng):
+    def search_chunk(attack, search, step, task, rng):
         images = torch.arange(2.0).view(2, 1, 1, 1, 1).expand(2, 1, 1, 8, 8)
         losses = torch.tensor([torch.nan, 5.0])
         return matching._Found(images, task.labels, losses, images.new_empty(0, 2, 1, 1, 8, 8), ["", "chosen"])
 
-    monkeypatch.setattr(matching, "_search", search)
+    monkeypatch.setattr(matching, "_search", search_chunk)
     result = run(Idlg(restarts=2), seen)
     assert result.loss.tolist() == [5.0]
     assert result.why == ("chosen",)
@@ -67,13 +68,13 @@ def test_a_restart_that_diverged_never_wins(monkeypatch):
 def test_a_target_that_is_done_leaves_and_the_others_go_on(monkeypatch):
     truth, _, seen = scene(targets=3)
     sizes = []
-    evaluate = matching._Step._evaluate
+    evaluate = search.Step._evaluate
 
     def watch(step, flat, task):
         sizes.append(len(flat))
         return evaluate(step, flat, task)
 
-    monkeypatch.setattr(matching._Step, "_evaluate", watch)
+    monkeypatch.setattr(search.Step, "_evaluate", watch)
     result = run(Gs(iterations=800, sign="none", schedule="cosine", tv=0.0, stop_below=1e-4), seen)
     assert sizes[0] == 3
     assert sizes[-1] < 3
@@ -128,7 +129,7 @@ def test_without_a_compiler_auto_goes_on_and_on_says_so(monkeypatch):
     def fails(function, examples):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(matching, "compiled", fails)
+    monkeypatch.setattr(search, "compiled", fails)
     _, _, seen = scene(targets=1)
     monkeypatch.setattr(matching, "_LONG", 1)
     assert run(Gs(iterations=2), seen).images.isfinite().all()

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil.attacks.matching import Matching, Search
+from gradveil.attacks.matching import Matching
 from gradveil.attacks.parts.objectives import Objective
+from gradveil.attacks.parts.search import Search
 from gradveil.threat import Observation
 from gradveil.validate import in_range
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil.attacks.matching import Matching, Priors, Search
+from gradveil.attacks.matching import Matching
 from gradveil.attacks.parts.labels import distinct, known_or_recovered, last_layer
 from gradveil.attacks.parts.objectives import Objective
+from gradveil.attacks.parts.search import Priors, Search
 from gradveil.attacks.parts.statistics import likely_statistics
 from gradveil.threat import Knowledge, Observation
 from gradveil.validate import in_range, one_of

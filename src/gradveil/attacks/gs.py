@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil.attacks.matching import Matching, Priors, Search
+from gradveil.attacks.matching import Matching
 from gradveil.attacks.parts.labels import known_or_recovered
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.optimisers import SCHEDULES, SIGNS
+from gradveil.attacks.parts.search import Priors, Search
 from gradveil.threat import Observation
 from gradveil.validate import in_range, one_of
 

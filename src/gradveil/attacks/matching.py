@@ -1,74 +1,21 @@
 """Gradient matching: find images whose update is the one seen. The loop that DLG, iDLG, GS and GradInversion share."""
 
-import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.compiled import compiled
 from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
-from gradveil.attacks.parts.objectives import Objective
-from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, Closure
-from gradveil.attacks.parts.priors import batch_norm_distance, group_consistency, squared_norm, total_variation
-from gradveil.attacks.parts.space import Space
-from gradveil.attacks.parts.starts import begin, check_start
-from gradveil.attacks.parts.statistics import Statistics, watched
-from gradveil.errors import ConfigError
+from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs
+from gradveil.attacks.parts.search import Search, Step, Task
+from gradveil.attacks.parts.starts import check_start
 from gradveil.threat import Knowledge, Observation, Reconstruction
-from gradveil.types import Tensors
 from gradveil.validate import in_range, one_of
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Priors:
-    """Weights of what an attacker believes of images, in normalised units; see `gradveil.attacks.parts.priors`.
-
-    Attributes:
-        tv: total variation.
-        l2: mean square of the pixels.
-        batch_norm: distance of the guess's BatchNorm statistics from ``statistics``.
-        group: distance of each restart's guess from the mean of the target's restarts.
-        statistics: what ``batch_norm`` is the distance from.
-    """
-
-    tv: float = 0.0
-    l2: float = 0.0
-    batch_norm: float = 0.0
-    group: float = 0.0
-    statistics: Statistics = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Search:
-    """How guesses are searched; see the attacks for the published settings.
-
-    Attributes:
-        objective: how far a guess's update is from the one seen.
-        priors: penalties on the guess itself.
-        optimiser: adam or lbfgs.
-        lr: its rate.
-        schedule: constant, steps or cosine (adam).
-        sign: none, hard or soft (adam): what becomes of the gradient first.
-        noise: of standard deviation this times the rate, added to each step (adam).
-        boxed: whether guesses are kept inside [0, 1].
-    """
-
-    objective: Objective = field(default_factory=Objective)
-    priors: Priors = field(default_factory=Priors)
-    optimiser: str = "adam"
-    lr: float = 0.1
-    schedule: str = "steps"
-    sign: str = "hard"
-    noise: float = 0.0
-    boxed: bool = True
 
 
 @dataclass(frozen=True)
@@ -127,17 +74,17 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
     replay = replay_of(seen, attack.local, rng)
     rows = torch.arange(targets).repeat_interleave(restarts)
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
-    step = _Step(attack, search, seen, replay)
-    together = _Task(seen.mean_gradients, search.priors.statistics, None)
+    step = Step(search, restarts, seen, replay)
+    together = Task(seen.mean_gradients, search.priors.statistics, None)
 
-    def task_of(some: Tensor) -> _Task:
+    def task_of(some: Tensor) -> Task:
         task = together.of(rows[some].to(step.device))
         return task if known is None else replace(task, labels=known[some].to(step.device))
 
     size = min(max(1, attack.chunk // restarts) * restarts, len(rows))
     chunks = torch.split(torch.arange(len(rows)), size)
     if _compiles(attack, replay, len(chunks)):
-        step.compile_for(task_of(chunks[0]))
+        step.compile_for(task_of(chunks[0]), must=attack.compile == "on")
     found = [_search(attack, search, step, task_of(some), rng) for some in chunks]
     loss = torch.cat([each.loss for each in found])
     ours = loss.view(targets, restarts)
@@ -171,143 +118,6 @@ _LONG = 10_000
 """Steps of whole chunks from which compiling pays; a rule of time would not give the same rows twice."""
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One chunk: what to match, row by row.
-
-    Attributes:
-        wanted: mean gradients (rows, ...).
-        statistics: of BatchNorm, (rows, channels).
-        labels: (rows, B), where they are fixed.
-    """
-
-    wanted: Tensors
-    statistics: Statistics
-    labels: Tensor | None
-
-    @property
-    def rows(self) -> int:
-        return len(next(iter(self.wanted.values())))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of it as a list."""
-        pairs = [tensor for pair in self.statistics.values() for tensor in pair]
-        return [*self.wanted.values(), *pairs, *([] if self.labels is None else [self.labels])]
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "_Task":
-        """The inverse of ``tensors``."""
-        rest = iter(tensors)
-        return _Task(
-            {name: next(rest) for name in self.wanted},
-            {name: (next(rest), next(rest)) for name in self.statistics},
-            None if self.labels is None else next(rest),
-        )
-
-    def of(self, rows: Tensor) -> "_Task":
-        """The task of some rows."""
-        return self.with_tensors([tensor[rows] for tensor in self.tensors])
-
-
-class _Step:
-    """Loss and gradient of guesses (rows, variables): the part that takes the time."""
-
-    def __init__(self, attack: Matching, search: Search, seen: Observation, replay: Replay) -> None:
-        self.seen, self.replay = seen, replay
-        self._search, self._restarts, self._must = search, attack.restarts, attack.compile == "on"
-        self._like = next(iter(seen.updates.values()))
-        self.device = self._like.device
-        self.space = Space(seen.network, seen.shape, self._like)
-        self.batch_size = replay.batch_size
-        self.num_pixels = self.batch_size * self.space.size
-        self._fast: Callable[..., tuple[Tensor, ...]] | None = None
-        self._rows = 0
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._fast is not None
-
-    def begin(self, start: str, task: _Task, rng: torch.Generator) -> Tensor:
-        """First guesses: images, and logits of soft labels where labels are searched."""
-        first = begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng).to(self._like)
-        if task.labels is not None:
-            return first
-        logits = torch.randn(task.rows, self.batch_size * self.seen.num_classes, generator=rng)
-        return torch.cat([first, logits.to(self._like)], 1)
-
-    def split(self, flat: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Normalised images (rows * B, C, H, W), and labels (rows * B,) or soft ones (rows * B, classes)."""
-        images = flat[:, : self.num_pixels].reshape(-1, *self.seen.shape)
-        if labels is not None:
-            return images, labels.reshape(-1)
-        return images, flat[:, self.num_pixels :].reshape(-1, self.seen.num_classes).softmax(1)
-
-    def pictures(self, flat: Tensor) -> Tensor:
-        """Images (rows, B, C, H, W) in [0, 1]."""
-        return self.space.to_pixels(flat[:, : self.num_pixels].view(len(flat), -1, *self.seen.shape)).clamp(0, 1)
-
-    def closure(self, task: _Task) -> Closure:
-        """The function that an optimiser calls."""
-        if self._fast is None:
-            return lambda flat: self._evaluate(flat, task)
-        fast, rows = self._fast, task.rows
-        padded = [_padded(tensor, self._rows).contiguous() for tensor in task.tensors]
-
-        def run(flat: Tensor) -> tuple[Tensor, Tensor]:
-            loss, gradient = fast(_padded(flat, self._rows), *padded)
-            return loss[:rows], gradient[:rows]
-
-        return run
-
-    def compile_for(self, task: _Task) -> None:
-        """Compile for chunks of this size; smaller ones are padded. Without a compiler the step stays as it is."""
-
-        def function(flat: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-            return self._evaluate(flat, task.with_tensors(tensors))
-
-        flat = self.begin("grey", task, torch.Generator().manual_seed(0))
-        try:
-            self._fast = compiled(function, (flat, *(tensor.contiguous() for tensor in task.tensors)))
-            self._rows = task.rows
-        except Exception as error:
-            if self._must:
-                raise ConfigError(
-                    f"compile=on needs a C++ compiler and a network that torch can trace, but {type(error).__name__}: "
-                    f"{str(error)[:300]}. Use compile=off."
-                ) from error
-            log.info("The search is not compiled: %s", error)
-
-    def _evaluate(self, flat: Tensor, task: _Task) -> tuple[Tensor, Tensor]:
-        priors, rows = self._search.priors, len(flat)
-        leaf = flat.detach().requires_grad_()
-        images, targets = self.split(leaf, task.labels)
-        pixels = self.space.to_pixels(images)
-        with watched(self.seen.network) as statistics:
-            guess = self.replay(pixels, targets, task.wanted)
-            if task.statistics and not self.replay.is_plain:
-                self.seen.network(pixels)
-            found = statistics(rows) if task.statistics else {}
-        loss = self._search.objective(guess, task.wanted)
-        if priors.tv:
-            loss = loss + priors.tv * total_variation(images).view(rows, -1).mean(1)
-        if priors.l2:
-            loss = loss + priors.l2 * squared_norm(images).view(rows, -1).mean(1)
-        if task.statistics:
-            loss = loss + priors.batch_norm * batch_norm_distance(found, task.statistics)
-        if priors.group:
-            groups = images.view(-1, self._restarts, self.batch_size, *self.seen.shape)  # (targets, restarts, B, ...)
-            apart = group_consistency(groups.transpose(0, 1).flatten(1, 2))  # (restarts, targets * B)
-            loss = loss + priors.group * apart.view(self._restarts, -1, self.batch_size).mean(2).T.flatten()
-        return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
-
-
-def _padded(tensor: Tensor, rows: int) -> Tensor:
-    """Repeat the last row up to ``rows``."""
-    if len(tensor) == rows:
-        return tensor
-    return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
-
-
 class _Found(NamedTuple):
     """What came of one chunk: images (rows, B, C, H, W) in [0, 1], labels (rows, B), losses (rows,) and more."""
 
@@ -318,7 +128,7 @@ class _Found(NamedTuple):
     notes: list[str]
 
 
-def _search(attack: Matching, search: Search, step: _Step, task: _Task, rng: torch.Generator) -> _Found:
+def _search(attack: Matching, search: Search, step: Step, task: Task, rng: torch.Generator) -> _Found:
     """One chunk, from its start to the best iterate of each row."""
     variables = step.begin(attack.start, task, rng)
     best = _Best(variables)
@@ -338,8 +148,8 @@ def _search(attack: Matching, search: Search, step: _Step, task: _Task, rng: tor
 def _descend(
     attack: Matching,
     search: Search,
-    step: _Step,
-    task: _Task,
+    step: Step,
+    task: Task,
     variables: Tensor,
     best: "_Best",
     rng: torch.Generator,
@@ -375,7 +185,7 @@ def _descend(
     yield rows, optimiser.variables, closure(optimiser.variables)[0]
 
 
-def _boxed(step: _Step, flat: Tensor) -> Tensor:
+def _boxed(step: Step, flat: Tensor) -> Tensor:
     images = step.space.box(flat[:, : step.num_pixels].contiguous())
     return torch.cat([images, flat[:, step.num_pixels :]], 1) if flat.shape[1] > step.num_pixels else images
 
@@ -398,7 +208,7 @@ class _Best:
             self.variables[rows], self.loss[rows] = kept, least
 
 
-def _sizes_noted(step: _Step, task: _Task, pictures: Tensor, targets: Tensor) -> list[str]:
+def _sizes_noted(step: Step, task: Task, pictures: Tensor, targets: Tensor) -> list[str]:
     """For each row what to say where the guess explains the update's direction, but not its size; else ""."""
     guess = step.replay(pictures.flatten(0, 1), targets, task.wanted)
     ours, theirs = (
