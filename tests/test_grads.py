@@ -204,3 +204,47 @@ def test_row_norms_exact_and_by_probes():
     assert torch.allclose(estimate, expected, rtol=0.1)
     with pytest.raises(ConfigError, match="rng"):
         jacobian_row_norms(features(network), inputs, probes=2)
+
+
+class _Standardised(nn.Conv2d):
+    def forward(self, images):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return torch.nn.functional.conv2d(images, weight, self.bias)
+
+
+class _Behind(nn.Module):
+    """Uses a layer's weight a second time, where no hook sees it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 5), nn.Linear(64, 3)
+
+    def forward(self, images):
+        hidden = self.first(images.flatten(1)).tanh()
+        return self.last(nn.functional.linear(hidden, self.first.weight.t()))
+
+
+class _Hooked(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 3))
+        self[1].register_forward_hook(lambda layer, inputs, output: 2 * output)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        nn.Sequential(_Standardised(1, 2, 3), nn.Flatten(), nn.Linear(72, 3)),
+        _Behind(),
+        _Hooked(),
+        nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(64, 3))),
+    ],
+)
+def test_odd_networks_are_noticed_and_right_all_the_same(network):
+    network = network.double()
+    images, labels = torch.rand(4, 1, 8, 8, dtype=torch.double), torch.tensor([0, 1, 2, 0])
+    found = example_gradients(network, images, labels)
+    for index in range(4):
+        loss = nn.functional.cross_entropy(network(images[index : index + 1]), labels[index : index + 1])
+        theirs = torch.autograd.grad(loss, list(network.parameters()))
+        for (name, _), gradient in zip(network.named_parameters(), theirs, strict=True):
+            torch.testing.assert_close(found[name][index], gradient)

@@ -101,12 +101,17 @@ def test_what_does_not_fit_the_model_is_named(spoil, match):
         ({"labels": torch.tensor([0, 1]), "num_examples": 3}, "labels must have shape"),
         ({"lr": 0.0}, "lr"),
         ({"kind": "gradeint"}, "gradient"),
+        ({"num_examples": 0}, "num_examples"),
+        ({"num_examples": 2.5}, "whole number"),
+        ({"num_examples": 10**9}, "num_examples"),
+        ({"shape": (28, 28)}, "shape"),
+        ({"class_averages": torch.zeros(2, 1, 8, 8)}, "class_averages"),
     ],
 )
 def test_bad_facts(bad, match):
     net = network()
     with pytest.raises(GradveilError, match=match):
-        received(net, gradient(net)[1], shape=SHAPE, num_classes=3, **bad)
+        received(net, gradient(net)[1], **{"shape": SHAPE, "num_classes": 3, **bad})
 
 
 def test_no_updates_at_all():
@@ -119,3 +124,16 @@ def test_numpy_scalars_do_not_pass_for_tensors():
     found = {name: np.float32(0) for name in gradient(net)[1]}
     with pytest.raises(ConfigError, match="shape"):
         received(net, found, shape=SHAPE, num_classes=3)
+
+
+def test_tied_weights_may_come_under_each_of_their_names():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 3))
+    net[2].weight = net[1].weight
+    change = {name: torch.ones_like(tensor) for name, tensor in net.state_dict().items()}
+    assert "2.weight" not in received(net, change, shape=SHAPE, num_classes=3).updates
+
+
+@pytest.mark.parametrize("bad", [{"epochs": 0}, {"batch_size": -1}, {"momentum": float("nan")}, {"algorithm": "foo"}])
+def test_bad_local_settings(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        LocalSettings(**bad)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradveil.defences.base import Client, Defence
 from gradveil.flat import FlatModel
 from gradveil.types import Batch, Update
+from gradveil.validate import in_range, one_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,25 @@ class LocalSettings:
     nesterov: bool = False
     weight_decay: float = 0.0
     batch_norm: str = "average"
+
+    def __post_init__(self) -> None:
+        one_of("algorithm", self.algorithm, ["fedavg", "fedsgd"])
+        in_range("epochs", self.epochs, 1)
+        in_range("batch_size", self.batch_size, 0)
+        in_range("momentum", self.momentum, 0, 1, open_high=True)
+        in_range("weight_decay", self.weight_decay, 0)
+        one_of("batch_norm", self.batch_norm, ["average", "local", "freeze"])
+
+    def step_weights(self, num_examples: int) -> list[float]:
+        """How much each step's gradient counts in the whole change, for it goes on in the momentum.
+
+        Example:
+            >>> LocalSettings(epochs=3, batch_size=0, momentum=0.5).step_weights(4)
+            [1.75, 1.5, 1.0]
+        """
+        steps = self.num_steps(num_examples)
+        carried = [(1 - self.momentum**left) / (1 - self.momentum) for left in range(steps, 0, -1)]
+        return [1 + self.momentum * weight for weight in carried] if self.nesterov else carried
 
     def num_steps(self, num_examples: int) -> int:
         """How many steps a round takes on so many images.

@@ -6,16 +6,19 @@ gradients of their outputs are captured, and each layer's weight gradient is a s
 ``create_graph=True`` the result can be differentiated once more, which gradient matching needs.
 
 Layers with a rule of their own: Linear, Conv2d, BatchNorm (evaluation mode), GroupNorm, LayerNorm. Any other layer
-takes `torch.func.vmap` over its own backward, and so does a network as a whole whose parameters are not all reached.
+takes `torch.func.vmap` over its own backward, and so does a network as a whole whose parameters are not all reached, or
+whose gradients do not add up to autograd's (a weight used behind a layer's back), which is looked at once a network.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.convolution import Geometry, convolve, weight_gradient
@@ -56,10 +59,42 @@ def example_gradients(
         raise ConfigError(f"group_size must divide the {len(images)} examples, got {group_size}.")
     _refuse_mixing_layers(network)
     wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-    gradients = _by_layers(network, images, labels, group_size, loss, create_graph, wanted)
+    gradients = None
+    if _by_layers_holds.get(network, True):
+        gradients = _by_layers(network, images, labels, group_size, loss, create_graph, wanted)
+    if gradients is not None and network not in _by_layers_holds and get_proxy_mode() is None:
+        _by_layers_holds[network] = _adds_up(network, images, labels, group_size, loss, gradients, wanted)
+        gradients = gradients if _by_layers_holds[network] else None
     if gradients is None:
         gradients = _by_vmap(network, images, labels, group_size, loss, wanted)
     return gradients if create_graph else {name: tensor.detach() for name, tensor in gradients.items()}
+
+
+_by_layers_holds: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
+"""Networks whose gradients by layers were compared with autograd's once, and whether they agreed."""
+
+
+def _adds_up(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    group_size: int,
+    loss: Loss,
+    gradients: dict[str, Tensor],
+    wanted: dict[str, nn.Parameter],
+) -> bool:
+    """Whether a weighted sum over groups is autograd's own: not so where a layer is used in ways no hook sees."""
+    groups = len(images) // group_size
+    weights = torch.linspace(0.5, 1.5, groups, dtype=images.dtype, device=images.device)
+    with torch.enable_grad():
+        losses = loss(network(images.detach()), labels.detach()).view(groups, group_size).mean(1)
+        plain = torch.autograd.grad((losses * weights).sum(), list(wanted.values()), allow_unused=True)
+    for (name, parameter), theirs in zip(wanted.items(), plain, strict=True):
+        ours = torch.einsum("g,g...->...", weights, gradients[name].detach())
+        theirs = torch.zeros_like(parameter) if theirs is None else theirs
+        if float((ours - theirs).norm()) > 1e-2 * float(theirs.norm()) + 1e-6 * float(parameter.numel()) ** 0.5:
+            return False
+    return True
 
 
 def _by_layers(
@@ -78,7 +113,7 @@ def _by_layers(
     calls, downstream = _run(
         network, layers, lambda outputs: loss(outputs, labels).sum() / group_size, images, create_graph
     )
-    if any(len(call.inputs) != 1 or len(call.inputs[0]) != len(images) for call in calls):
+    if calls is None or any(len(call.inputs) != 1 or len(call.inputs[0]) != len(images) for call in calls):
         return None
     found: dict[str, Tensor] = {}
     for call, gradient in zip(calls, downstream, strict=True):
@@ -137,12 +172,16 @@ def _run(
     create_graph: bool,
     *,
     copy: bool = False,
-) -> tuple[list[_Call], tuple[Tensor | None, ...]]:
+) -> tuple[list[_Call] | None, tuple[Tensor | None, ...]]:
     """Forward and backward with all calls of the layers captured, and the gradient of ``total`` by their outputs."""
     calls: list[_Call] = []
+    odd: list[str] = []
 
     def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
         def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if not isinstance(output, Tensor):
+                odd.append(name)  # a recurrent layer gives a tuple
+                return output
             calls.append(_Call(name, inputs, output, output._version))
             return output.clone() if copy else output
 
@@ -155,6 +194,8 @@ def _run(
     finally:
         for handle in handles:
             handle.remove()
+    if odd:
+        return None, ()
     if not copy and any(call.output._version != call.version for call in calls):
         return _run(network, layers, total, images, create_graph, copy=True)
     outputs = [call.output for call in calls]
@@ -218,17 +259,20 @@ def _same(network: nn.Module, full: str, parameter: nn.Parameter) -> bool:
 def _layer_gradient(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
     """Per-example gradients (N, ...) of a layer's own parameters, from its input and its output's gradient."""
     own = _own_parameters(layer)
-    if isinstance(layer, nn.Linear):
+    kind = type(layer)  # not isinstance: a subclass may compute something else
+    if kind is nn.Linear:
         found = _linear(inputs, gradient)
-    elif isinstance(layer, nn.Conv2d):
+    elif isinstance(layer, nn.Conv2d) and kind is nn.Conv2d:
         found = _conv2d(layer, inputs, gradient)
-    elif isinstance(layer, _BatchNorm):
+    elif isinstance(layer, _BatchNorm) and kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         found = _channelwise(_batch_normalised(layer, inputs), gradient)
-    elif isinstance(layer, nn.GroupNorm):
+    elif isinstance(layer, nn.GroupNorm) and kind is nn.GroupNorm:
         found = _channelwise(F.group_norm(inputs, layer.num_groups, eps=layer.eps), gradient)
-    elif isinstance(layer, nn.LayerNorm):
+    elif isinstance(layer, nn.LayerNorm) and kind is nn.LayerNorm:
         found = _layer_norm(layer, inputs, gradient)
     else:
+        found = {}
+    if not own.keys() <= found.keys():
         found = _any_layer(layer, own, inputs, gradient)
     return {key: found[key] for key in own}
 

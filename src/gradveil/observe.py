@@ -39,7 +39,8 @@ def observe(
         threat: what the server knows beside model and updates.
         num_classes: of the task.
         defence: what the clients run; none by default.
-        how: local training; by default FedSGD, one gradient of the whole batch in evaluation mode.
+        how: local training; by default FedSGD, one gradient of the whole batch with BatchNorm frozen (Dropout stays
+            on, as in any training).
         lr: the clients' learning rate.
         round_number: which round it is, for defences that change over time.
         public_data: images from elsewhere, given to an attacker who is granted them.

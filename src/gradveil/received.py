@@ -15,6 +15,8 @@ from gradveil.threat import Knowledge, Observation, ThreatModel
 from gradveil.types import Batch
 from gradveil.validate import in_range, one_of
 
+MOST_EXAMPLES = 100_000
+"""More images than any attack here can search."""
 Arrays = Mapping[str, Tensor | ArrayLike]
 
 
@@ -27,7 +29,7 @@ def received(
     kind: str = "change",
     lr: float = 1.0,
     num_examples: int | None = None,
-    labels: Tensor | None = None,
+    labels: Tensor | ArrayLike | None = None,
     local_steps: LocalSettings | None = None,
     defence: Defence | None = None,
     public_data: Batch | None = None,
@@ -58,13 +60,33 @@ def received(
     one_of("kind", kind, ["change", "gradient"])
     in_range("lr", lr, 0, open_low=True)
     clients = [updates] if isinstance(updates, Mapping) else list(updates)
-    if not clients:
-        raise ConfigError("updates must hold at least one client's update, got none.")
+    if not clients or not all(isinstance(client, Mapping) for client in clients):
+        raise ConfigError("updates must be tensors by name, or a list of such for at least one client, got none.")
+    if len(shape) != 3 or min(shape) < 1:
+        raise ConfigError(f"shape must be channels, height and width, e.g. (1, 28, 28), got {shape}.")
+    in_range("num_classes", num_classes, 1)
+    if num_examples is not None:
+        in_range("num_examples", num_examples, 1, MOST_EXAMPLES)
+        if not isinstance(num_examples, int):
+            raise ConfigError(f"num_examples must be a whole number, got {num_examples}.")
+    if (
+        local_steps is not None
+        and local_steps.algorithm == "fedsgd"
+        and local_steps.batch_size not in (0, num_examples)
+    ):
+        raise ConfigError(f"batch_size of fedsgd must be num_examples, or 0 for all, got {local_steps.batch_size}.")
+    labels = None if labels is None else torch.as_tensor(labels)
+    if class_averages is not None and tuple(class_averages.shape) != (num_classes, *shape):
+        wanted = (num_classes, *shape)
+        raise ConfigError(f"class_averages must have shape {wanted}, got {tuple(class_averages.shape)}.")
     steps = 1 if local_steps is None else local_steps.num_steps(num_examples or 1)
     if steps > 1 and num_examples is None:
         raise ConfigError("num_examples must be given with local_steps of several steps, got None.")
     if steps > 1 and kind == "gradient":
         raise ConfigError(f"A gradient comes from one step, got local_steps of {steps}. Give kind='change'.")
+    parameters = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ConfigError("The network must have parameters that require a gradient, got none.")
     parts = [_fitting(network, client, number) for number, client in enumerate(clients)]
     factor = -lr if kind == "gradient" else 1.0
     facts: dict[Knowledge, object] = {
@@ -74,11 +96,12 @@ def received(
         Knowledge.DEFENCE: defence,
         Knowledge.PUBLIC_DATA: public_data,
         Knowledge.CLASS_AVERAGES: class_averages,
-        Knowledge.BATCH_STATISTICS: None if batch_statistics is None else dict(batch_statistics),
+        Knowledge.BATCH_STATISTICS: None
+        if batch_statistics is None
+        else {name: tuple(t.to(parts[0][parameters[0]]) for t in pair) for name, pair in batch_statistics.items()},
     }
     given = {knowledge: fact for knowledge, fact in facts.items() if fact is not None}
-    parameters = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
-    buffers = [name for name in parts[0] if name not in parameters]
+    buffers = [name for name in parts[0] if name not in parameters and all(name in part for part in parts)]
     return Observation(
         network=copy.deepcopy(network).eval(),
         updates={name: torch.stack([part[name] for part in parts]) * factor for name in parameters},
@@ -94,9 +117,9 @@ def received(
 
 def _fitting(network: nn.Module, update: Arrays, number: int) -> dict[str, Tensor]:
     """The update's floating-point tensors in the network's type and place; an error where they do not fit it."""
-    parameters = dict(network.named_parameters())
+    parameters = dict(network.named_parameters(remove_duplicate=False))  # a state_dict has tied ones under each name
     buffers = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point()}
-    wanted = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    wanted = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     allowed = {**parameters, **dict(network.named_buffers())}
     missing, extra = sorted(wanted - set(update)), sorted(set(update) - set(allowed))
     if missing or extra:
@@ -106,7 +129,10 @@ def _fitting(network: nn.Module, update: Arrays, number: int) -> dict[str, Tenso
         raise ConfigError(f"Update {number} must have the model's parameters; it {' and '.join(found)}.{hint}")
     fitting = {}
     for name in [name for name in allowed if name in update and (name in wanted or name in buffers)]:
-        tensor = torch.as_tensor(update[name]).detach().to(allowed[name])
+        try:
+            tensor = torch.as_tensor(update[name]).detach().to(allowed[name])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{name!r} of update {number} must be an array of numbers, got: {error}.") from error
         if tensor.shape != allowed[name].shape:
             raise ConfigError(
                 f"{name!r} of update {number} must have shape {tuple(allowed[name].shape)} as in the model, "
@@ -132,4 +158,4 @@ def _checked_labels(labels: Tensor | None, targets: int, num_examples: int | Non
         raise ConfigError(
             f"labels must be whole numbers from 0 to {num_classes - 1}, got {sorted(set(rows.flatten().tolist()))}."
         )
-    return rows.sort(1).values
+    return rows.long().sort(1).values

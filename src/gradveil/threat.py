@@ -145,13 +145,13 @@ class Observation:
 
     @property
     def mean_gradients(self) -> dict[str, Tensor]:
-        """(T, ...) minus each client's change over learning rate and number of steps: a single step's is its gradient.
+        """(T, ...) minus each client's change over the learning rate and what its steps count for.
 
-        Several steps need to be known, and how many images there were.
+        A single step's is its gradient. Several steps need to be known, and how many images there were.
         """
         if self.single_step:
             return self.gradients
-        length = self.lr * self.local_steps.num_steps(self.num_examples)
+        length = self.lr * sum(self.local_steps.step_weights(self.num_examples))
         return {name: tensor / -length for name, tensor in self.updates.items()}
 
     @property

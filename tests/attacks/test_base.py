@@ -16,4 +16,5 @@ def test_an_update_that_says_nothing_is_named_and_the_others_go_on():
     assert [reason.split(":")[0] for reason in result.why[:2]] == ["gradient is zero", "update holds NaN or infinity"]
     assert result.images[:2].isnan().all()
     assert not result.converged[:2].any()
+    assert (result.labels[:2] == -1).all()
     assert psnr(truth[2], result.images[2]).min() > 30

@@ -7,12 +7,17 @@ import torch
 
 from gradveil.attacks import matching
 from gradveil.attacks.dlg import Dlg
+from gradveil.attacks.gradinversion import Gradinversion
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
 from gradveil.attacks.parts import search
 from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.metrics import align
+from gradveil.models import create_model
+from gradveil.observe import observe
+from gradveil.threat import ThreatModel
+from gradveil.types import Batch
 from tests.attacks.scene import psnr, run, scene
 
 
@@ -29,7 +34,7 @@ def test_the_best_restart_by_the_attackers_own_loss_is_kept(monkeypatch):
 
     def search_chunk(attack, search, step, task, rng):
         images = torch.arange(6.0).view(6, 1, 1, 1, 1).expand(6, 1, 1, 8, 8) / 10
-        return matching._Found(images, task.labels, losses, images.new_empty(0, 6, 1, 1, 8, 8), [""] * 6)
+        return matching._Found(images, task.labels, losses, torch.ones(6), images.new_empty(0, 6, 1, 1, 8, 8), [""] * 6)
 
     monkeypatch.setattr(matching, "_search", search_chunk)
     result = run(Idlg(restarts=3), seen)
@@ -57,7 +62,8 @@ def test_a_restart_that_diverged_never_wins(monkeypatch):
     def search_chunk(attack, search, step, task, rng):
         images = torch.arange(2.0).view(2, 1, 1, 1, 1).expand(2, 1, 1, 8, 8)
         losses = torch.tensor([torch.nan, 5.0])
-        return matching._Found(images, task.labels, losses, images.new_empty(0, 2, 1, 1, 8, 8), ["", "chosen"])
+        nothing = torch.ones(2)
+        return matching._Found(images, task.labels, losses, nothing, images.new_empty(0, 2, 1, 1, 8, 8), ["", "chosen"])
 
     monkeypatch.setattr(matching, "_search", search_chunk)
     result = run(Idlg(restarts=2), seen)
@@ -135,3 +141,32 @@ def test_without_a_compiler_auto_goes_on_and_on_says_so(monkeypatch):
     assert run(Gs(iterations=2), seen).images.isfinite().all()
     with pytest.raises(ConfigError, match="no compiler here"):
         run(Gs(iterations=2, compile="on"), seen)
+
+
+def test_chunks_that_stop_at_different_steps_keep_as_many_iterates():
+    _, _, seen = scene(targets=3)
+    result = run(Idlg(iterations=30, keep=30, chunk=1, stop_below=1e-4), seen)
+    assert result.iterates.shape == (31, *result.images.shape)
+
+
+def test_a_guess_that_explains_nothing_has_not_converged_however_small_the_gradient():
+    _, _, seen = scene(targets=2)
+    tiny = {name: 1e-4 * tensor for name, tensor in seen.updates.items()}
+    assert not run(Idlg(iterations=1), replace(seen, updates=tiny)).converged.any()
+
+
+def test_targets_that_leave_take_no_noise_from_the_others():
+    _, _, seen = scene(targets=3)
+    other = {name: tensor.clone() for name, tensor in seen.updates.items()}
+    for tensor in other.values():
+        tensor[1] = tensor[0] * 0.5
+    attack = Gradinversion(iterations=60, restarts=1, stop_below=0.2)
+    one, two = run(attack, seen), run(attack, replace(seen, updates=other))
+    assert torch.allclose(one.images[[0, 2]], two.images[[0, 2]], atol=1e-4)
+
+
+def test_a_picture_of_one_row_has_no_vertical_variation():
+    network = create_model("mlp:hidden=4", (1, 1, 16), 3, 0)
+    private = [Batch(torch.rand(1, 1, 1, 16), torch.tensor([1]), torch.zeros(1) > 0)]
+    seen = observe(network, private, threat=ThreatModel.of("num-examples"), num_classes=3)
+    assert run(Gs(iterations=3), seen).loss.isfinite().all()

@@ -50,7 +50,11 @@ class Attack(Component, ABC):
             result,
             images=torch.where(_rows(usable, result.images), result.images, torch.nan).detach(),
             loss=torch.where(usable, result.loss, torch.nan).detach(),
+            labels=torch.where(_rows(usable, result.labels), result.labels, -1),
             converged=result.converged & usable,
+            iterates=torch.where(_rows(usable, result.images), result.iterates, torch.nan).detach()
+            if result.iterates.numel()
+            else result.iterates,
             why=why,
         )
 

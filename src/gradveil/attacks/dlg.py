@@ -31,15 +31,15 @@ class Dlg(Matching):
         restarts: searches from different starts, chosen by the loss.
         start: where a search begins: normal, uniform, patterned, grey, public or a picture's path.
         local: how several local steps are played again: unroll, line or once.
-        stop_below: a loss at which a target counts as found.
+        stop_below: a share of a zero guess's loss at which a target counts as found.
         chunk: searches taken together.
-        keep: iterates kept for the report.
+        keep: iterates kept for the report, beside the start.
         compile: on, off or auto.
         lr: L-BFGS's rate.
     """
 
     iterations: int = 300
-    stop_below: float = 1e-6
+    stop_below: float = 1e-9
     lr: float = 1.0
 
     def __post_init__(self) -> None:

@@ -33,9 +33,9 @@ class Gs(Matching):
         restarts: searches from different starts, chosen by the loss.
         start: where a search begins: normal, uniform, patterned, grey, class-average, public or a picture's path.
         local: how several local steps are played again: unroll, line or once.
-        stop_below: a loss at which a target counts as found.
+        stop_below: a share of a zero guess's loss at which a target counts as found.
         chunk: searches taken together.
-        keep: iterates kept for the report.
+        keep: iterates kept for the report, beside the start.
         compile: on, off or auto.
         tv: weight of total variation (mean absolute difference, in normalised units).
         lr: Adam's rate.

@@ -17,8 +17,8 @@ class Idlg(Dlg):
     not granted (exactly so for one example and non-negative features).
     Fails: as DLG, and where the label rule fails (`gradveil.attacks.parts.labels`).
     Reference: Zhao et al. 2020, https://arxiv.org/abs/2001.02610, Eq. 4.
-    Differs from the paper: batches and several local steps take counted labels; the best iterate by the attacker's loss
-    is kept.
+    Differs from the paper: where the last layer has a bias its gradient gives the label, which is exact for any
+    features; batches and several local steps take counted labels; the best iterate by the attacker's loss is kept.
 
     Attributes:
         iterations: as in DLG.

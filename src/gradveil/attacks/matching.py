@@ -27,9 +27,9 @@ class Matching(Attack):
         restarts: searches from different starts; the one with the least loss is kept.
         start: where a search begins; see `gradveil.attacks.parts.starts`.
         local: how several local steps are played again: unroll, line or once.
-        stop_below: a target is done when one of its restarts has a loss below this.
+        stop_below: a target is done when one of its restarts has a loss below this share of a zero guess's.
         chunk: searches taken together; more do not fit a CPU's cache.
-        keep: iterates kept for the report.
+        keep: iterates kept for the report, beside the start.
         compile: on, off, or auto: for long searches of single steps, where there is a compiler.
     """
 
@@ -94,7 +94,7 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
         images=torch.cat([each.images for each in found])[best],
         labels=torch.cat([each.labels for each in found])[best],
         loss=loss[best],
-        converged=loss[best] <= max(attack.stop_below, 1e-3),
+        converged=(loss <= _CONVERGED * torch.cat([each.of_nothing for each in found]))[best],
         iterates=torch.cat([each.iterates for each in found], 1)[:, best],
         why=tuple(notes[row] for row in best.tolist()),
     )
@@ -124,6 +124,7 @@ class _Found(NamedTuple):
     images: Tensor
     labels: Tensor
     loss: Tensor
+    of_nothing: Tensor
     iterates: Tensor
     notes: list[str]
 
@@ -133,16 +134,22 @@ def _search(attack: Matching, search: Search, step: Step, task: Task, rng: torch
     variables = step.begin(attack.start, task, rng)
     best = _Best(variables)
     shown: list[Tensor] = []
-    every = max(1, attack.iterations // attack.keep) if attack.keep else 0
+    frames = {round(i * attack.iterations / attack.keep) for i in range(attack.keep + 1)} if attack.keep else set()
     for number, (rows, flat, loss) in enumerate(_descend(attack, search, step, task, variables, best, rng)):
         best.offer(rows, flat, loss)
-        if every and number % every == 0:
+        if number in frames:
             shown.append(step.pictures(best.variables))
     pictures = step.pictures(best.variables)
+    shown += [pictures] * (len(frames) - len(shown))  # of a chunk that was done early
     targets = step.split(best.variables, task.labels)[1]
     labels = task.labels if task.labels is not None else targets.argmax(1).view(task.rows, -1)
     iterates = torch.stack(shown) if shown else pictures.new_empty(0, *pictures.shape)
-    return _Found(pictures, labels, best.loss, iterates, _sizes_noted(step, task, pictures, targets))
+    notes = _noted(step, task, pictures, targets, best.loss)
+    return _Found(pictures, labels, best.loss, search.objective.of_nothing(task.wanted), iterates, notes)
+
+
+_CONVERGED = 1e-3
+"""A loss counts as converged from this share of a zero guess's distance on."""
 
 
 def _descend(
@@ -170,11 +177,13 @@ def _descend(
             project=(lambda flat: _boxed(step, flat)) if search.boxed else None,
         )
     closure = step.closure(task)
+    enough = attack.stop_below * search.objective.of_nothing(task.wanted)
     for _ in range(attack.iterations):
         before = optimiser.variables
         yield rows, before, optimiser.step(closure)
         if attack.stop_below:
-            going = (best.loss.view(-1, attack.restarts).amin(1) > attack.stop_below).repeat_interleave(attack.restarts)
+            open_ = (best.loss > enough).view(-1, attack.restarts).all(1)
+            going = open_.repeat_interleave(attack.restarts)
             if not bool(going.any()):
                 return
             staying = going[rows]
@@ -208,7 +217,7 @@ class _Best:
             self.variables[rows], self.loss[rows] = kept, least
 
 
-def _sizes_noted(step: Step, task: Task, pictures: Tensor, targets: Tensor) -> list[str]:
+def _noted(step: Step, task: Task, pictures: Tensor, targets: Tensor, loss: Tensor) -> list[str]:
     """For each row what to say where the guess explains the update's direction, but not its size; else ""."""
     guess = step.replay(pictures.flatten(0, 1), targets, task.wanted)
     ours, theirs = (
@@ -218,8 +227,13 @@ def _sizes_noted(step: Step, task: Task, pictures: Tensor, targets: Tensor) -> l
     factor = theirs.norm(dim=1) / ours.norm(dim=1).clamp_min(torch.finfo(ours.dtype).tiny)
     differs = "learning rate, number of steps, loss reduction or clipping differ from what is stated"
     notes = []
-    for same, size, excess in zip(alike.tolist(), factor.tolist(), bias_excess(step.seen, task.wanted), strict=True):
-        if same > 0.95 and not 0.8 < size < 1.25:
+    excesses = bias_excess(step.seen, task.wanted)
+    for same, size, excess, finite in zip(
+        alike.tolist(), factor.tolist(), excesses, loss.isfinite().tolist(), strict=True
+    ):
+        if not finite:
+            notes.append("the attack's loss was never a finite number")
+        elif same > 0.99 and not 0.67 < size < 1.5:
             notes.append(f"the update is {size:.3g} times as large as its likely images give: {differs}")
         elif excess > 1.05:
             notes.append(f"the update is at least {excess:.3g} times as large as cross-entropy allows: {differs}")

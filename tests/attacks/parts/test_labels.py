@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gradveil.attacks.parts.labels import bias_excess, counted, distinct, idlg, known_or_recovered
+from gradveil.attacks.parts.labels import bias_excess, counted, distinct, idlg, known_or_recovered, last_layer
 from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError
 from gradveil.metrics import label_accuracy
@@ -80,3 +80,27 @@ def test_a_bias_gradient_that_cross_entropy_cannot_make_is_noticed():
     assert all(0.1 < excess <= 1 for excess in usual)
     summed = {name: 20 * tensor[:1] for name, tensor in seen.gradients.items()}
     assert bias_excess(seen, summed) == pytest.approx([20 * usual[0]])
+
+
+@pytest.mark.parametrize("size", [1e9, 1e30])
+def test_updates_of_absurd_size_are_counted_all_the_same(size):
+    bias = size * torch.tensor([[-1.0, 0.5, 0.5], [-1.0, -1.0, 2.0], [3.0, 2.0, 1.0]])
+    found = counted(torch.zeros(3, 3, 2), bias, 7, torch.full((3,), 1 / 3))
+    assert found.shape == (3, 7)
+
+
+def test_the_head_is_the_layer_that_is_called_last_wherever_it_was_defined():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(6, 6)
+            self.body = torch.nn.Linear(144, 6)
+
+        def forward(self, images):
+            return self.head(self.body(images.flatten(1)).tanh())
+
+    private = [Batch(torch.rand(1, 1, 12, 12), torch.tensor([label]), torch.zeros(1) > 0) for label in range(6)]
+    seen = observe(Net(), private, threat=ThreatModel.of("num-examples"), num_classes=6)
+    assert last_layer(seen, seen.gradients)[0] is not None
+    assert torch.equal(last_layer(seen, seen.gradients)[1], seen.gradients["head.bias"])
+    assert known_or_recovered(seen).flatten().tolist() == list(range(6))  # tanh features: the bias still tells

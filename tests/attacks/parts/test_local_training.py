@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -35,10 +37,13 @@ def by_hand(network, images, labels, how, lr):
         nn.functional.cross_entropy(copy(images[some]), labels[some]).backward()
         optimiser.step()
     pairs = zip(network.named_parameters(), copy.parameters(), strict=True)
-    return {name: ((before - after) / (lr * len(BATCHES))).detach() for (name, before), after in pairs}
+    length = lr * sum(how.step_weights(len(images)))
+    return {name: ((before - after) / length).detach() for (name, before), after in pairs}
 
 
-@pytest.mark.parametrize("how", [HOW, LocalSettings(epochs=2, batch_size=2), LocalSettings(batch_size=2, momentum=0.5)])
+@pytest.mark.parametrize(
+    "how", [HOW, LocalSettings(epochs=2, batch_size=2), LocalSettings(epochs=2, batch_size=2, momentum=0.5)]
+)
 def test_unrolled_steps_equal_torch_sgd_on_every_target(how):
     network, (images, labels) = small(), data()
     found = Replay(network, 4, "unroll", how, 0.3, BATCHES)(images, labels, {})
@@ -50,7 +55,7 @@ def test_unrolled_steps_equal_torch_sgd_on_every_target(how):
 
 def test_unrolled_steps_can_be_differentiated():
     network, (images, labels) = small(), data(targets=1)
-    replay = Replay(network, 4, "unroll", HOW, 0.3, BATCHES[:2])
+    replay = Replay(network, 4, "unroll", replace(HOW, epochs=1), 0.3, BATCHES[:2])
 
     def total(images):
         return torch.stack([tensor.sum() for tensor in replay(images, labels, {}).values()]).sum()
@@ -58,12 +63,12 @@ def test_unrolled_steps_can_be_differentiated():
     assert torch.autograd.gradcheck(total, (images[:4].requires_grad_(),), fast_mode=True)
 
 
-def test_with_small_steps_all_ways_agree():
+@pytest.mark.parametrize("how", [LocalSettings(epochs=2, batch_size=2), HOW])
+def test_with_small_steps_all_ways_agree(how):
     network, (images, labels) = small(), data()
-    how = LocalSettings(epochs=2, batch_size=2)
-    exact = Replay(network, 4, "unroll", how, 1e-4, BATCHES)(images, labels, {})
+    exact = Replay(network, 4, "unroll", how, 1e-5, BATCHES)(images, labels, {})
     for way in ("line", "once"):
-        near = Replay(network, 4, way, how, 1e-4, BATCHES)(images, labels, exact)
+        near = Replay(network, 4, way, how, 1e-5, BATCHES)(images, labels, exact)
         for name, tensor in near.items():
             torch.testing.assert_close(tensor, exact[name], rtol=1e-2, atol=1e-4)
 
@@ -105,4 +110,37 @@ def test_the_plan_follows_what_is_known_of_local_training():
     assert sorted(torch.cat(replay.batches[:2]).tolist()) == list(range(6))
     assert replay.lr == 0.1
     assert not replay.is_plain
+    assert not replay_of(seen, "once", torch.Generator()).is_plain  # the last batch of an epoch counts more an image
+    even = LocalSettings(epochs=3, batch_size=3)
+    seen = observe(
+        small().float(), private, threat=ThreatModel.of("num-examples", "local-steps"), num_classes=3, how=even, lr=0.1
+    )
     assert replay_of(seen, "once", torch.Generator()).is_plain
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(2), nn.LayerNorm([2, 6, 6])])
+def test_normalisation_of_the_batch_is_differentiated_rightly(norm):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Flatten(), nn.Linear(72, 3)).double()
+    images, labels = (tensor[:4] for tensor in data())
+    private = [Batch(images, labels, torch.zeros(4) > 0)]
+    how = LocalSettings(epochs=2, batch_size=2, batch_norm="average")
+    grants = ThreatModel.of("num-examples", "local-steps")
+    seen = observe(network, private, threat=grants, num_classes=3, how=how, lr=0.1)
+    replay = replay_of(seen, "unroll", torch.Generator())
+
+    def total(images):
+        return torch.stack([tensor.square().sum() for tensor in replay(images, labels, {}).values()]).sum()
+
+    assert torch.autograd.gradcheck(total, (images.requires_grad_(),), rtol=1e-4)
+
+
+def test_decay_is_not_lost_where_once_would_do():
+    network, (images, labels) = small(), data(targets=1)
+    private = [Batch(images.float(), labels, torch.zeros(4) > 0)]
+    how = LocalSettings("fedsgd", batch_size=0, weight_decay=0.3, batch_norm="freeze")
+    grants = ThreatModel.of("num-examples", "local-steps")
+    seen = observe(network.float(), private, threat=grants, num_classes=3, how=how, lr=0.1)
+    found = replay_of(seen, "once", torch.Generator())(images.float(), labels, seen.gradients)
+    for name, tensor in seen.gradients.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)

@@ -5,7 +5,7 @@ non-negative features its sign reaches the last weights. All functions take a me
 targets at once: ``weight`` (T, classes, features), and ``bias`` (T, classes) where the layer has one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,12 +15,32 @@ from gradveil.threat import Knowledge, Observation
 
 
 def last_layer(seen: Observation, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the last linear layer: the last (T, num_classes, features) tensor of the update."""
-    names = [name for name, t in tensors.items() if t.dim() == 3 and t.shape[1] == seen.num_classes]
+    """Weight (T, num_classes, features) and bias of the linear layer with one output a class that is called last."""
+    called: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        return lambda *_: called.append(name)
+
+    handles = [layer.register_forward_hook(watch(name)) for name, layer in seen.network.named_modules() if name]
+    try:
+        with torch.no_grad():
+            seen.network(torch.zeros(1, *seen.shape).to(next(iter(tensors.values()))))
+    finally:
+        for handle in handles:
+            handle.remove()
+    fitting = [name for name in called if f"{name}.weight" in tensors and _is_head(seen, tensors[f"{name}.weight"])]
+    names = fitting or [name.removesuffix(".weight") for name, t in tensors.items() if _is_head(seen, t)]
     if not names:
-        raise ConfigError("Label recovery needs a linear output layer in the update, got none of that shape.")
-    name = names[-1]
-    return tensors[name], tensors.get(name.removesuffix("weight") + "bias")
+        raise ConfigError(
+            "Label recovery needs a linear layer with one output a class in the update, got none. "
+            "Give the labels, or use dlg, which searches them."
+        )
+    own = f"{names[-1]}.weight" if f"{names[-1]}.weight" in tensors else names[-1]
+    return tensors[own], tensors.get(f"{names[-1]}.bias")
+
+
+def _is_head(seen: Observation, tensor: Tensor) -> bool:
+    return tensor.dim() == 3 and tensor.shape[1] == seen.num_classes
 
 
 def idlg(weight: Tensor) -> Tensor:
@@ -60,10 +80,12 @@ def counted(weight: Tensor, bias: Tensor | None, count: int, prediction: Tensor)
     part is left, each class that is there at least once.
     """
     evidence = bias if bias is not None else _scaled_rows(weight, prediction)
+    evidence = evidence.nan_to_num().clamp(-1, 1)  # more is not of cross-entropy
     certain = (-count * evidence - _ROUNDING).ceil().clamp_min(0)
-    while bool((over := certain.sum(1) > count).any()):  # rounding, or an update that is not what it seems
-        certain = torch.where(over[:, None], (certain - 1).clamp_min(0), certain)
+    total = certain.sum(1, keepdim=True)
+    certain = torch.where(total > count, (certain * count / total.clamp_min(1)).floor(), certain)
     expected = (count * (prediction - evidence) - certain).clamp_min(0)
+    expected = torch.where(expected.sum(1, keepdim=True) > 0, expected, torch.ones_like(expected))
     rest = count - certain.sum(1, keepdim=True)
     shares = expected / expected.sum(1, keepdim=True).clamp_min(1e-12) * rest
     whole = shares.floor()
@@ -105,8 +127,8 @@ def known_or_recovered(seen: Observation) -> Tensor:
     if seen.knows(Knowledge.LABELS):
         return seen.labels
     weight, bias = last_layer(seen, seen.mean_gradients)
-    if seen.num_examples == 1:
-        return idlg(weight)[:, None]
+    if seen.num_examples == 1:  # the bias gradient is p - [y], negative at the label alone whatever the features are
+        return (idlg(weight) if bias is None else bias.argmin(1))[:, None]
     return counted(weight, bias, seen.num_examples, likely_prediction(seen))
 
 

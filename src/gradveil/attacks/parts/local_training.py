@@ -1,10 +1,12 @@
 r"""What update a guess would have led to: the client's local steps, played again for many targets at once.
 
-All figures are mean gradients over the steps, :math:`(w_0 - w_K) / (\eta K)`, so that one step gives the gradient.
+All figures are mean gradients over the steps, :math:`(w_0 - w_K) / (\eta \sum_k c_k)` with what each step counts for
+(1 without momentum), so that one step gives the gradient.
 """
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +48,15 @@ class Replay:
     @property
     def is_plain(self) -> bool:
         """Whether one batched pass at the broadcast weights does it."""
-        return self.how is None or (self.way == "once" and not _mixes(self.network))
+        if self.how is None:
+            return True
+        alike = len({len(batch) for batch in self.batches}) == 1 and not self.how.momentum and not self.how.weight_decay
+        return self.way == "once" and alike and not _mixes(self.network)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether BatchNorm takes its statistics from the batch."""
+        return _mixes(self.network)
 
     def __call__(self, images: Tensor, labels: Tensor, wanted: Tensors) -> dict[str, Tensor]:
         """Mean gradients (T, ...) of images (T * B, C, H, W) in [0, 1] with labels (T * B,) or (T * B, classes).
@@ -74,14 +84,15 @@ class Replay:
             found: dict[str, Tensor] = torch.func.grad(loss)(weights, images[some], labels[some])
             return {name: g + how.weight_decay * weights[name] for name, g in found.items()}
 
-        count = len(self.batches)
+        count, shares = len(self.batches), how.step_weights(self.batch_size)
+        length = sum(shares)
         if self.way != "unroll":
-            reach = 0.0 if self.way == "once" else self.lr
+            reach = 0.0 if self.way == "once" else self.lr * length / count
             total = {name: torch.zeros_like(weight) for name, weight in start.items()}
             for step in range(count):
                 point = {name: weight - reach * step * wanted[name] for name, weight in start.items()}
-                total = {name: total[name] + g for name, g in step_gradient(point, step).items()}
-            return {name: value / count for name, value in total.items()}
+                total = {name: total[name] + shares[step] * g for name, g in step_gradient(point, step).items()}
+            return {name: value / length for name, value in total.items()}
         weights, velocity = start, {name: torch.zeros_like(weight) for name, weight in start.items()}
         for step in range(count):
             gradient = step_gradient(weights, step)
@@ -91,7 +102,7 @@ class Replay:
             else:
                 moves = velocity
             weights = {name: weight - self.lr * moves[name] for name, weight in weights.items()}
-        return {name: (weight - weights[name]) / (self.lr * count) for name, weight in start.items()}
+        return {name: (weight - weights[name]) / (self.lr * length) for name, weight in start.items()}
 
 
 def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:
@@ -104,9 +115,10 @@ def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:
     if seen.knows(Knowledge.LOCAL_STEPS) or not seen.single_step:
         how = seen.local_steps
     else:
-        betrayed = any(bool(change.any()) for change in seen.buffers.values())
+        changed = [change.flatten(1).any(1) for change in seen.buffers.values()]
+        betrayed = bool(changed) and bool(torch.stack(changed).any(0).all())
         how = LocalSettings("fedsgd", batch_norm="average" if betrayed else "freeze")
-    network = seen.network if how.batch_norm == "freeze" else _with_batch_statistics(seen.network)
+    network = _written_out(seen.network, batch_statistics=how.batch_norm != "freeze")
     simple = seen.single_step and not _mixes(network) and not how.weight_decay
     batch = how.batch_size if how.algorithm == "fedavg" and how.batch_size else size
     batches: list[Tensor] = []
@@ -116,17 +128,43 @@ def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:
 
 
 def _mixes(network: nn.Module) -> bool:
-    """Whether BatchNorm takes its statistics from the batch."""
     return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in network.modules())
 
 
-def _with_batch_statistics(network: nn.Module) -> nn.Module:
-    """The network with BatchNorm as in training; the same object where it has none."""
-    if not any(isinstance(layer, _BatchNorm) for layer in network.modules()):
+def _written_out(network: nn.Module, *, batch_statistics: bool) -> nn.Module:
+    """A copy whose LayerNorm, and BatchNorm as in training, are plain arithmetic; the same object without such layers.
+
+    Under vmap torch's own kernels give a second derivative that is off by up to some percent.
+    """
+    layers = (nn.LayerNorm, _BatchNorm) if batch_statistics else (nn.LayerNorm,)
+    if not any(isinstance(layer, layers) for layer in network.modules()):
         return network
     network = copy.deepcopy(network)
     for layer in network.modules():
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, nn.LayerNorm):
+            vars(layer)["forward"] = partial(_layer_norm, layer)
+        elif isinstance(layer, _BatchNorm) and batch_statistics:
             layer.running_mean = layer.running_var = None
             layer.track_running_stats = False
+            vars(layer)["forward"] = partial(_batch_norm, layer)
     return network
+
+
+def _layer_norm(layer: nn.LayerNorm, inputs: Tensor) -> Tensor:
+    axes = tuple(range(-len(layer.normalized_shape), 0))
+    centred = inputs - inputs.mean(axes, keepdim=True)
+    normal = centred * (centred.square().mean(axes, keepdim=True) + layer.eps).rsqrt()
+    return _affine(normal, layer.weight, layer.bias)
+
+
+def _batch_norm(layer: _BatchNorm, inputs: Tensor) -> Tensor:
+    axes = tuple(axis for axis in range(inputs.dim()) if axis != 1)
+    centred = inputs - inputs.mean(axes, keepdim=True)
+    normal = centred * (centred.square().mean(axes, keepdim=True) + layer.eps).rsqrt()
+    shape = (-1, *[1] * (inputs.dim() - 2))
+    return _affine(normal, *(None if t is None else t.view(shape) for t in (layer.weight, layer.bias)))
+
+
+def _affine(normal: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    scaled = normal if weight is None else normal * weight
+    return scaled if bias is None else scaled + bias

@@ -48,13 +48,20 @@ class Objective:
                 found, aim = (guess[name], wanted) if mask is None else (guess[name] * mask, wanted * mask)
                 pairs.append((found.reshape(len(found), -1), aim.reshape(len(aim), -1), weight))
         distance = _KINDS[self.kind](pairs)
-        if not self.relative:
-            return distance
-        nothing = _KINDS[self.kind]([(torch.zeros_like(aim), aim, weight) for _, aim, weight in pairs])
-        return distance / nothing.clamp_min(torch.finfo(distance.dtype).tiny)
+        return distance / _of_nothing(self.kind, pairs) if self.relative else distance
+
+    def of_nothing(self, target: Tensors) -> Tensor:
+        """The distance of a zero guess, (T,): what any loss is to be measured by."""
+        zero = {name: torch.zeros_like(tensor) for name, tensor in target.items()}
+        return self(zero, target)
 
 
 Pairs = list[tuple[Tensor, Tensor, float]]
+
+
+def _of_nothing(kind: str, pairs: Pairs) -> Tensor:
+    distance = _KINDS[kind]([(torch.zeros_like(aim), aim, weight) for _, aim, weight in pairs])
+    return distance.clamp_min(torch.finfo(distance.dtype).tiny)
 
 
 def _l2(pairs: Pairs) -> Tensor:

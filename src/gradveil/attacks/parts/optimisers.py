@@ -82,6 +82,7 @@ class BatchedAdam:
         self._noise, self._rng, self._project = noise, rng, project
         self._mean, self._square = torch.zeros_like(variables), torch.zeros_like(variables)
         self._step = 0
+        self._all, self._rows = len(variables), torch.arange(len(variables), device=variables.device)
 
     def step(self, closure: Closure) -> Tensor:
         """One step; returns the losses before it, (T,)."""
@@ -95,13 +96,15 @@ class BatchedAdam:
         denominator = self._square.sqrt().div_(scale).add_(_EPSILON)
         moved = self.variables.addcdiv(self._mean, denominator, value=-rate / (1 - _BETAS[0] ** self._step))
         if self._noise:
-            moved += rate * self._noise * torch.randn(moved.shape, generator=self._rng).to(moved)
+            drawn = torch.randn(self._all, moved.shape[1], generator=self._rng).to(moved)  # for those that left, too
+            moved += rate * self._noise * drawn[self._rows]
         self.variables = self._project(moved) if self._project else moved
         return loss
 
     def keep(self, rows: Tensor) -> None:
         """Go on with some of the targets, given as a mask."""
         self.variables, self._mean, self._square = (t[rows] for t in (self.variables, self._mean, self._square))
+        self._rows = self._rows[rows]
 
 
 _BETAS = (0.9, 0.999)

@@ -23,8 +23,13 @@ def total_variation(images: Tensor, *, isotropic: bool = False) -> Tensor:
     right = images[..., :, 1:] - images[..., :, :-1]
     if isotropic:
         squares = down[..., :, :-1].square() + right[..., :-1, :].square()
-        return (squares + 1e-12).sqrt().flatten(1).mean(1)
-    return down.abs().flatten(1).mean(1) + right.abs().flatten(1).mean(1)
+        return _mean((squares + 1e-12).sqrt())
+    return _mean(down.abs()) + _mean(right.abs())
+
+
+def _mean(values: Tensor) -> Tensor:
+    """The mean of each image, 0 where there are no neighbours (a height or width of 1)."""
+    return values.flatten(1).sum(1) / max(1, values[0].numel())
 
 
 def squared_norm(images: Tensor) -> Tensor:

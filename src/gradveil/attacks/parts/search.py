@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradveil.attacks.parts.compiled import compiled
 from gradveil.attacks.parts.local_training import Replay
@@ -163,6 +163,7 @@ class Step:
             return self._evaluate(flat, task.with_tensors(tensors))
 
         flat = self.begin("grey", task, torch.Generator().manual_seed(0))
+        self._evaluate(flat, task)  # once as it is, so that gradients have been checked before they are traced
         try:
             self._fast = compiled(function, (flat, *(tensor.contiguous() for tensor in task.tensors)))
             self._rows = task.rows
@@ -184,6 +185,8 @@ class Step:
             if task.statistics and not self.replay.is_plain:
                 self.seen.network(pixels)
             found = statistics(rows) if task.statistics else {}
+        if task.statistics and self.replay.mixes:
+            found = _trained_statistics(self.replay.network, pixels.view(rows, -1, *self.seen.shape))
         loss = self._search.objective(guess, task.wanted)
         if priors.tv:
             loss = loss + priors.tv * total_variation(images).view(rows, -1).mean(1)
@@ -196,6 +199,20 @@ class Step:
             apart = group_consistency(groups.transpose(0, 1).flatten(1, 2))  # (restarts, targets * B)
             loss = loss + priors.group * apart.view(self._restarts, -1, self.batch_size).mean(2).T.flatten()
         return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
+
+
+def _trained_statistics(network: nn.Module, groups: Tensor) -> Statistics:
+    """Those of each group (rows, B, C, H, W) where every BatchNorm takes its own from the group."""
+    found = []
+    for images in groups:
+        with watched(network) as statistics:
+            network(images)
+            found.append(statistics(1))
+    pairs = {name: [each[name] for each in found] for name in found[0]}
+    return {
+        name: (torch.cat([mean for mean, _ in each]), torch.cat([variance for _, variance in each]))
+        for name, each in pairs.items()
+    }
 
 
 def _padded(tensor: Tensor, rows: int) -> Tensor:

@@ -50,8 +50,9 @@ def likely_statistics(seen: Observation) -> Statistics:
     r"""What an attacker takes for the statistics of each client's batch, (T, channels); empty without BatchNorm.
 
     Those granted. Else those that changed running statistics give away: after one step with momentum m a client sends
-    :math:`m (\mu_{batch} - \mu_{running})`, so the batch's own follow exactly. Else the running statistics of the
-    broadcast network, which stand for the training data at large (GradInversion), where they were ever trained.
+    :math:`m (\mu_{batch} - \mu_{running})`, so the batch's own follow (the variance but for a factor n / (n - 1)).
+    Else the running statistics of the broadcast network, which stand for the training data at large (GradInversion),
+    where they were ever trained.
     """
     if seen.knows(Knowledge.BATCH_STATISTICS):
         return seen.batch_statistics
