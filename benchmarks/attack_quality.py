@@ -69,7 +69,7 @@ EXPERIMENTS = {
     "dlg-cifar": Experiment("cifar10", "lenet-dlg", "dlg:restarts=3", knows="num-examples"),
     "idlg-cifar": Experiment("cifar10", "lenet-dlg", "idlg:restarts=3", knows="num-examples"),
     "gs-cifar-lenet5-sigmoid": Experiment(
-        "cifar10", "lenet5:activation=sigmoid,init=uniform", f"{BEST},iterations=3000,tv=1e-3", normalised=True
+        "cifar10", "lenet5:activation=sigmoid,init=uniform", f"{SLOW},iterations=4000", normalised=True
     ),
     "gs-cifar-lenet5-relu": Experiment("cifar10", "lenet5", "gs:iterations=3000,tv=1e-2", normalised=True),
     "gs-cifar-convnet": Experiment("cifar10", "convnet:width=16", "gs:iterations=2000,tv=1e-1", normalised=True),
