@@ -1,10 +1,13 @@
 """Shared fixtures: the real data, where they were laid out, and settings that train in a second."""
 
 import os
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from gradveil import cli
 from gradveil.config import TrainSettings
 
 PROBES = Path(__file__).parent / "probes.py"
@@ -21,3 +24,29 @@ def real_data() -> Path:
 @pytest.fixture
 def tiny() -> TrainSettings:
     return TrainSettings(model="logistic", clients=4, rounds=2, partition="iid:images=20", lr=0.5, momentum=0.0)
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last(self) -> str:
+        return self.err.rstrip("\n").splitlines()[-1]
+
+
+@pytest.fixture
+def gradveil(monkeypatch, capsys):
+    """The command line: a function from arguments to how it ended."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gradveil", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        captured = capsys.readouterr()
+        return Ended(end.value.code or 0, captured.out, captured.err)
+
+    return run

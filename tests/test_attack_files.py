@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import sys
 import tomllib
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from gradveil import cli
 from gradveil.attack_files import attack_files, read_update
 from gradveil.client import LocalSettings
 from gradveil.data import load_dataset
@@ -66,18 +64,6 @@ class Files:
 @pytest.fixture
 def files(tmp_path):
     return Files(tmp_path)
-
-
-@pytest.fixture
-def gradveil(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["gradveil", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        return end.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

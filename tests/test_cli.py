@@ -19,29 +19,6 @@ from gradveil.config import TrainSettings, make_train_settings, read_settings
 QUICK = ("--model", "logistic", "--partition", "iid:images=20", "--clients", 4, "--rounds", 3, "--workers", 0)
 
 
-class Ended:
-    """How a command ended."""
-
-    def __init__(self, code, out, err):
-        self.code, self.out, self.err = code or 0, out, err
-
-    @property
-    def last(self):
-        return self.err.rstrip("\n").splitlines()[-1]
-
-
-@pytest.fixture
-def gradveil(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["gradveil", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        return Ended(end.value.code, captured.out, captured.err)
-
-    return run
-
-
 @pytest.fixture
 def refused(gradveil, tmp_path):
     """Run ``train`` with QUICK and more; it must be refused in one line, and leave no folder."""

@@ -30,7 +30,7 @@ from gradveil.run_folder import RunFolder, to_lines
 from gradveil.storage import load_tensors, to_safetensors, write_atomic
 from gradveil.threat import Observation, Reconstruction
 from gradveil.update_spec import UpdateSpec
-from gradveil.validate import in_range
+from gradveil.validate import in_range, is_file
 
 METRICS: Mapping[str, str] = {"mse": "mse", "psnr": "psnr", "ssim": "ssim", "lpips": "lpips-alex"}
 """The metric behind each figure of a row."""
@@ -159,11 +159,7 @@ def _check_file(path: Path) -> None:
             f"opened. Where it was made, convert it: safetensors.torch.save_file(tensors_by_name, "
             f"{path.with_suffix('.safetensors').name!r})."
         )
-    try:
-        there = path.is_file()
-    except OSError:  # a name too long for the system
-        there = False
-    if not there:
+    if not is_file(path):
         raise ConfigError(f"{path} must exist, got no such file.")
 
 

@@ -10,8 +10,8 @@ takes `torch.func.vmap` over its own backward, and so does a network as a whole 
 whose gradients do not add up to autograd's (a weight used behind a layer's back), which is looked at once a network.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradveil.convolution import Geometry, convolve, weight_gradient
 from gradveil.errors import ConfigError
+from gradveil.layers import layer_gradient, own_parameters, small_convolutions
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Takes outputs (N, classes) and labels; returns one loss an example, (N,)."""
@@ -107,8 +107,8 @@ def _by_layers(
     wanted: dict[str, nn.Parameter],
 ) -> dict[str, Tensor] | None:
     """Gradients from captured inputs and output gradients; None where some parameter is not reached by its layer."""
-    layers = {name: layer for name, layer in network.named_modules() if _own_parameters(layer)}
-    if any(_own_parameters(layer) and list(layer.children()) for layer in layers.values()):
+    layers = {name: layer for name, layer in network.named_modules() if own_parameters(layer)}
+    if any(own_parameters(layer) and list(layer.children()) for layer in layers.values()):
         return None
     calls, downstream = _run(
         network, layers, lambda outputs: loss(outputs, labels).sum() / group_size, images, create_graph
@@ -118,7 +118,7 @@ def _by_layers(
     found: dict[str, Tensor] = {}
     for call, gradient in zip(calls, downstream, strict=True):
         prefix = f"{call.name}." if call.name else ""
-        own = {} if gradient is None else _layer_gradient(layers[call.name], call.inputs[0], gradient)
+        own = {} if gradient is None else layer_gradient(layers[call.name], call.inputs[0], gradient)
         for key, value in own.items():
             grouped = _grouped(value, group_size).sum(1) if group_size > 1 else value
             full = prefix + key
@@ -189,7 +189,7 @@ def _run(
 
     handles = [layer.register_forward_hook(recorder(name)) for name, layer in layers.items()]
     try:
-        with torch.enable_grad(), _small_convolutions(network) if images.requires_grad else nullcontext():
+        with torch.enable_grad(), small_convolutions(network) if images.requires_grad else nullcontext():
             value = total(network(images))
     finally:
         for handle in handles:
@@ -202,137 +202,9 @@ def _run(
     return calls, torch.autograd.grad(value, outputs, create_graph=create_graph, allow_unused=True)
 
 
-@contextmanager
-def _small_convolutions(network: nn.Module) -> Iterator[None]:
-    """Compute convolutions of few channels by matrix products while the inputs are what is differentiated by.
-
-    oneDNN takes up to three times as long for them, most of it for the gradient by the input. The weights count as
-    constants, which they are for whoever searches images.
-    """
-
-    def by_products(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
-        def forward(images: Tensor) -> Tensor:
-            where = _geometry(layer, images)
-            if where is None:
-                return nn.Conv2d.forward(layer, images)
-            output = convolve(images, layer.weight.detach(), where)
-            return output if layer.bias is None else output + layer.bias.detach()[:, None, None]
-
-        return forward
-
-    small = [
-        layer
-        for layer in network.modules()
-        if type(layer) is nn.Conv2d and layer.in_channels * layer.out_channels < _SMALL and "forward" not in vars(layer)
-    ]
-    for layer in small:
-        vars(layer)["forward"] = by_products(layer)
-    try:
-        yield
-    finally:
-        for layer in small:
-            del vars(layer)["forward"]
-
-
-_SMALL = 256
-"""Input times output channels below which matrix products win, by benchmarks on a CPU."""
-
-
-def _geometry(layer: nn.Conv2d, images: Tensor) -> Geometry | None:
-    """Where a convolution's kernel goes; None for those that `gradveil.convolution` does not know."""
-    plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
-    if not plain or isinstance(layer.padding, str):
-        return None
-    pairs = [(pair[0], pair[1]) for pair in (images.shape[2:], layer.kernel_size, layer.stride, layer.padding)]
-    return Geometry(*pairs)
-
-
-def _own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
-    return {key: p for key, p in layer.named_parameters(recurse=False) if p.requires_grad}
-
-
 def _same(network: nn.Module, full: str, parameter: nn.Parameter) -> bool:
     owner, _, key = full.rpartition(".")
     return getattr(network.get_submodule(owner), key) is parameter
-
-
-def _layer_gradient(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    """Per-example gradients (N, ...) of a layer's own parameters, from its input and its output's gradient."""
-    own = _own_parameters(layer)
-    kind = type(layer)  # not isinstance: a subclass may compute something else
-    if kind is nn.Linear:
-        found = _linear(inputs, gradient)
-    elif isinstance(layer, nn.Conv2d) and kind is nn.Conv2d:
-        found = _conv2d(layer, inputs, gradient)
-    elif isinstance(layer, _BatchNorm) and kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        found = _channelwise(_batch_normalised(layer, inputs), gradient)
-    elif isinstance(layer, nn.GroupNorm) and kind is nn.GroupNorm:
-        found = _channelwise(F.group_norm(inputs, layer.num_groups, eps=layer.eps), gradient)
-    elif isinstance(layer, nn.LayerNorm) and kind is nn.LayerNorm:
-        found = _layer_norm(layer, inputs, gradient)
-    else:
-        found = {}
-    if not own.keys() <= found.keys():
-        found = _any_layer(layer, own, inputs, gradient)
-    return {key: found[key] for key in own}
-
-
-def _linear(inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    rows = gradient.reshape(len(gradient), -1, gradient.shape[-1])  # (N, positions, out)
-    columns = inputs.reshape(len(inputs), -1, inputs.shape[-1])  # (N, positions, in)
-    return {"weight": rows.mT @ columns, "bias": rows.sum(1)}
-
-
-def _conv2d(layer: nn.Conv2d, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    where = _geometry(layer, inputs)
-    if where is not None:
-        return {"weight": weight_gradient(inputs, gradient, where), "bias": gradient.sum((2, 3))}
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    padded = F.pad(inputs, layer._reversed_padding_repeated_twice, mode=mode)
-    patches = F.unfold(padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride)  # (N, in*k*k, L)
-    count, _, positions = patches.shape
-    patches = patches.reshape(count, layer.groups, -1, positions)  # (N, groups, in/groups*k*k, L)
-    rows = gradient.reshape(count, layer.groups, -1, positions)  # (N, groups, out/groups, L)
-    weight = (rows @ patches.mT).reshape(count, *layer.weight.shape)
-    return {"weight": weight, "bias": gradient.sum((2, 3))}
-
-
-def _batch_normalised(layer: _BatchNorm, inputs: Tensor) -> Tensor:
-    return F.batch_norm(inputs, layer.running_mean, layer.running_var, training=False, eps=layer.eps)
-
-
-def _channelwise(normalised: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    rest = tuple(range(2, gradient.dim()))
-    product = gradient * normalised
-    return {
-        "weight": product.sum(rest) if rest else product,
-        "bias": gradient.sum(rest) if rest else gradient,
-    }
-
-
-def _layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    rest = tuple(range(1, gradient.dim() - len(layer.normalized_shape)))
-    product = gradient * F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    return {
-        "weight": product.sum(rest) if rest else product,
-        "bias": gradient.sum(rest) if rest else gradient,
-    }
-
-
-def _any_layer(layer: nn.Module, own: dict[str, nn.Parameter], inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    """Vmap over the layer's own backward; right for any layer that treats examples apart."""
-
-    def one(example: Tensor, output_gradient: Tensor) -> dict[str, Tensor]:
-        def forward(parameters: dict[str, Tensor]) -> Tensor:
-            output: Tensor = torch.func.functional_call(layer, parameters, (example.unsqueeze(0),))
-            return output
-
-        backward = torch.func.vjp(forward, dict(own))[1]
-        found: dict[str, Tensor] = backward(output_gradient.unsqueeze(0))[0]
-        return found
-
-    result: dict[str, Tensor] = torch.func.vmap(one)(inputs, gradient)
-    return result
 
 
 def _refuse_mixing_layers(network: nn.Module) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.validate import is_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +168,7 @@ def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file 
     """The object ``Name`` of the user's file, from ``path/file.py:Name``. Runs that file, as importing it would."""
     path_text, _, attribute = reference.rpartition(":")
     path = Path(path_text).expanduser().resolve()
-    try:
-        there = path.is_file()
-    except OSError:  # a name too long for the system
-        there = False
-    if not there:
+    if not is_file(path):
         raise ConfigError(f"{path_text!r} must be a Python file that exists, got no such file.")
     module_name = f"gradveil_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     module = sys.modules.get(module_name)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 from gradveil.errors import ConfigError, UnknownNameError
 
@@ -52,3 +53,11 @@ def one_of(name: str, value: str, choices: Iterable[str]) -> None:
     known = list(choices)
     if value not in known:
         raise UnknownNameError(name, value, known)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there; a name too long for the system is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

@@ -8,8 +8,8 @@ import gradveil
 
 ORDER = [
     "errors", "validate", "randomness", "types", "registry", "config", "storage", "data", "metrics", "models",
-    "convolution", "grads", "flat", "defences", "client", "server", "threat", "received", "observe", "attacks",
-    "engines", "report", "run_folder", "train", "update_spec", "attack_files", "cli",
+    "convolution", "layers", "grads", "flat", "defences", "client", "server", "threat", "received", "observe",
+    "attacks", "engines", "report", "run_folder", "train", "update_spec", "attack_files", "cli",
 ]  # fmt: skip
 SOURCE = Path(gradveil.__file__).parent
 
