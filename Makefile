@@ -5,9 +5,11 @@ export GRADVEIL_OFFLINE ?= 1
 
 .PHONY: demo test quick check bench clean
 
-demo: .venv/installed  ## train a federated model on real digits and print the path of its page
+demo: .venv/installed  ## set three defences against two attacks on real digits, and print the path of the page
 	@rm -rf runs/demo
-	$(BIN)/gradveil train --dataset mnist-5k --model lenet5 --clients 10 --rounds 20 --sensitive 0.1 --out runs/demo
+	$(BIN)/gradveil audit --dataset mnist-5k --model lenet-dlg --targets 8 --rounds 10 --adaptive --out runs/demo \
+	  --defences none,prune:fraction=0.7,gaussian:std=0.1,dp-sgd \
+	  --attacks gs:iterations=1000,sign=none,schedule=cosine,lr=0.3,tv=1e-6,dlg:iterations=60
 	@echo "Look at it: $(CURDIR)/runs/demo/report.html"
 
 test: check  ## everything that CI checks

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks import Attack, build_attack
+from gradveil.attacks.parts.adaptive import countermoves
 from gradveil.defences import build_defence
 from gradveil.engines.devices import defended
 from gradveil.engines.simulation import check_output, usable_device
 from gradveil.errors import ConfigError, DataError, RunFolderError, TrainingError
-from gradveil.metrics import Metric, align
+from gradveil.metrics import METRICS, align, score_targets
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import parse_normalisation
 from gradveil.randomness import stream
 from gradveil.received import received
-from gradveil.registry import build
 from gradveil.report.pictures import strip_png
 from gradveil.run_folder import RunFolder, to_lines
 from gradveil.storage import load_tensors, to_safetensors, write_atomic
@@ -32,8 +32,6 @@ from gradveil.threat import Observation, Reconstruction
 from gradveil.update_spec import UpdateSpec
 from gradveil.validate import in_range, is_file
 
-METRICS: Mapping[str, str] = {"mse": "mse", "psnr": "psnr", "ssim": "ssim", "lpips": "lpips-alex"}
-"""The metric behind each figure of a row."""
 PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")
 
 
@@ -87,8 +85,12 @@ def attack_files(
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise TrainingError(f"The attack failed on its way: {first}. Nothing was saved.") from error
         share = (time.perf_counter() - started) / seen.num_targets
-        # The attack ran as it was given: none here takes the settings that break a defence, so none is adaptive.
-        facts = {"defence": spec.defence or "unknown", "attack": chosen.spec, "adaptive": False, "seed": seed}
+        facts = {
+            "defence": spec.defence or "unknown",
+            "attack": chosen.spec,
+            "adaptive": bool(countermoves(seen)) and getattr(chosen, "adapt", "none") != "none",
+            "seed": seed,
+        }
         rows = [
             facts | _row(seen, result, target, private) | {"seconds": round(share, 3)}
             for target in range(seen.num_targets)
@@ -211,9 +213,10 @@ def _row(seen: Observation, result: Reconstruction, target: int, private: Tensor
     if private is None:
         reasons.append("no truth was given")
     else:
-        measured, more = _scores(private[target], result.images[target].cpu())
-        figures |= measured
-        reasons += more
+        guess = align(private[target], result.images[target].cpu())
+        measured, more = score_targets(private[None, target], guess[None])
+        figures |= measured[0]
+        reasons += more[0]
     return {
         "target": target,
         **figures,
@@ -223,23 +226,6 @@ def _row(seen: Observation, result: Reconstruction, target: int, private: Tensor
         "labels": result.labels[target].tolist(),
         "why": "; ".join(filter(None, reasons)),
     }
-
-
-def _scores(truth: Tensor, guess: Tensor) -> tuple[dict[str, float | None], list[str]]:
-    """Means over a batch (B, C, H, W) of those images that there is a guess for, and what to say of the others."""
-    guess = align(truth, guess)
-    figures: dict[str, float | None] = {}
-    reasons = []
-    lost = len(guess) - int(guess.isfinite().flatten(1).all(1).sum())
-    if lost:
-        reasons.append(f"no guess for {lost} of {len(guess)} images" + ", scored are the others" * (lost < len(guess)))
-    for name, metric in METRICS.items():
-        try:
-            figures[name] = _number(float(build(Metric, metric)(truth, guess).nanmean()))
-        except (ConfigError, DataError) as error:  # weights are missing or broken, or don't take such images
-            figures[name] = None
-            reasons.append(str(error).split(". ")[0].removesuffix("."))
-    return figures, reasons
 
 
 def _number(value: float) -> float | None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.defences.base import Client, Defence
+from gradveil.defences.base import Client, Defence, Releases
 from gradveil.flat import FlatModel
 from gradveil.types import Batch, Update
 from gradveil.validate import in_range, one_of
@@ -64,6 +64,17 @@ class LocalSettings:
         if self.algorithm == "fedsgd":
             return 1
         return self.epochs * -(-num_examples // (self.batch_size or num_examples))
+
+    def releases(self, num_examples: int, rounds: int = 1) -> Releases:
+        """What a client with so many images gives away in so many rounds, for the accounting of privacy.
+
+        Example:
+            >>> LocalSettings(epochs=2, batch_size=4).releases(10, rounds=3)
+            Releases(num_examples=10, batch_size=4, steps=18, uses=6)
+        """
+        batch = min(self.batch_size or num_examples, num_examples)
+        passes = self.epochs if self.algorithm == "fedavg" else 1
+        return Releases(num_examples, batch, self.num_steps(num_examples) * rounds, passes * rounds)
 
 
 def train_locally(

@@ -5,13 +5,16 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
 from gradveil.errors import ConfigError
 from gradveil.registry import convert, own_files
 from gradveil.validate import in_range, one_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LARGEST = 1e38
 """Far beyond any sensible rate, and just inside float32."""
@@ -114,28 +117,36 @@ def make_train_settings(values: Mapping[str, object]) -> TrainSettings:
 
 def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
     """The same settings with the user's own files named from the root, so that a run can be resumed from anywhere."""
-
-    def absolute(text: str) -> str:
-        path = Path(text).expanduser()
-        return str(path.resolve()) if text and path.exists() else text
-
-    def own(spec: str) -> str:
-        for file in own_files(spec):
-            spec = spec.replace(file, absolute(file), 1)
-        return spec
-
-    path, separator, rest = settings.dataset.partition(":")
-    is_path = "/" in path or path.endswith(".npz")
     return replace(
         settings,
-        dataset=absolute(path) + separator + rest if is_path else settings.dataset,
-        weights=absolute(settings.weights),
-        model=own(settings.model),
-        defence=own(settings.defence),
+        dataset=absolute_dataset(settings.dataset),
+        weights=absolute_path(settings.weights),
+        model=absolute_spec(settings.model),
+        defence=absolute_spec(settings.defence),
     )
 
 
-def to_toml(settings: TrainSettings) -> bytes:
+def absolute_path(text: str) -> str:
+    """The path of a file that exists, from the root; any other text as it is."""
+    path = Path(text).expanduser()
+    return str(path.resolve()) if text and path.exists() else text
+
+
+def absolute_spec(spec: str) -> str:
+    """A component's text with the user's own files named from the root."""
+    for file in own_files(spec):
+        spec = spec.replace(file, absolute_path(file), 1)
+    return spec
+
+
+def absolute_dataset(text: str) -> str:
+    """A data set's text, a file or folder of the user's named from the root."""
+    path, separator, rest = text.partition(":")
+    is_path = "/" in path or path.endswith(".npz")
+    return absolute_path(path) + separator + rest if is_path else text
+
+
+def to_toml(settings: "DataclassInstance") -> bytes:
     """All settings as TOML, in the order of the fields."""
     return tomli_w.dumps(
         {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(settings).items()}
@@ -143,6 +154,8 @@ def to_toml(settings: TrainSettings) -> bytes:
 
 
 def _component_text(key: str, value: object, path: Path) -> object:
+    if isinstance(value, list):
+        return [_component_text(key, item, path) for item in value]
     if not isinstance(value, dict):
         return value
     settings = dict(value)

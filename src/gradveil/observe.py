@@ -30,6 +30,7 @@ def observe(
     public_data: Batch | None = None,
     class_averages: Tensor | None = None,
     seed: int = 0,
+    first_client: int = 0,
 ) -> Observation:
     """Let each client train on its private images as it would in a round, and return what a server then has.
 
@@ -46,6 +47,7 @@ def observe(
         public_data: images from elsewhere, given to an attacker who is granted them.
         class_averages: (classes, C, H, W), likewise.
         seed: of the clients' random draws.
+        first_client: number of the first client; each number has draws of its own.
     """
     if not private or len({batch.images.shape for batch in private}) != 1:
         raise ConfigError(f"private must be batches of one shape, got {[tuple(b.images.shape) for b in private]}.")
@@ -59,7 +61,7 @@ def observe(
     with global_stream(seed, "observe"):
         server = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "server"))
     sent, states = [], []
-    for number, batch in enumerate(private):
+    for number, batch in enumerate(private, first_client):
         update, state = _play(network, batch, defence, how, lr, round_number, number, seed)
         sent.append(update)
         states.append(state)

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from torch import Tensor
 
 from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml
+from gradveil.data import Dataset
 from gradveil.errors import DataError, RunFolderError
 from gradveil.storage import load_tensors, read_metadata, save_tensors, write_atomic
 
@@ -165,6 +167,18 @@ class RunFolder:
 def _hash(settings: TrainSettings) -> str:
     """A short hash of all settings but the number of rounds, which may grow."""
     return hashlib.blake2b(to_toml(replace(settings, rounds=0, save_rounds=())), digest_size=16).hexdigest()
+
+
+def fingerprint(dataset: Dataset, files: Iterable[str]) -> str:
+    """A short hash of what settings only point to: labels, a thousand images, and the files that are named."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        digest.update(Path(path).read_bytes() if path else b"")
+    for split in (dataset.train, dataset.test):
+        digest.update(repr((split.images.shape, str(split.images.dtype))).encode())
+        digest.update(np.ascontiguousarray(split.labels).tobytes())
+        digest.update(np.ascontiguousarray(split.images[:: max(1, len(split) // 1000)]).tobytes())
+    return digest.hexdigest()
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:

@@ -149,10 +149,17 @@ class Observation:
 
         A single step's is its gradient. Several steps need to be known, and how many images there were.
         """
-        if self.single_step:
-            return self.gradients
-        length = self.lr * sum(self.local_steps.step_weights(self.num_examples))
+        length = sum(self.step_lengths)
         return {name: tensor / -length for name, tensor in self.updates.items()}
+
+    @property
+    def step_lengths(self) -> list[float]:
+        """The learning rate times what each local step counts for; a single step's is the rate alone.
+
+        Several steps need to be known, and how many images there were.
+        """
+        weights = [1.0] if self.single_step else self.local_steps.step_weights(self.num_examples)
+        return [self.lr * weight for weight in weights]
 
     @property
     def lr(self) -> float:

@@ -1,13 +1,10 @@
 """A federated training run with a folder: rows, checkpoints, saved updates, curves and a page to look at."""
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset
@@ -16,7 +13,7 @@ from gradveil.engines.simulation import Simulation
 from gradveil.registry import own_files
 from gradveil.report.curves import draw_curves
 from gradveil.report.training import write_page
-from gradveil.run_folder import RunFolder, to_lines
+from gradveil.run_folder import RunFolder, fingerprint, to_lines
 from gradveil.server import Round, learning_rate
 from gradveil.storage import save_tensors, write_atomic
 
@@ -115,12 +112,4 @@ def _save_round(out: Path, played: Round, settings: TrainSettings) -> None:
 
 
 def _fingerprint(dataset: Dataset, settings: TrainSettings) -> str:
-    """A short hash of what the settings only point to: labels, a thousand images, weights, the user's own files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in [settings.weights, *own_files(settings.model), *own_files(settings.defence)]:
-        digest.update(Path(path).read_bytes() if path else b"")
-    for split in (dataset.train, dataset.test):
-        digest.update(repr((split.images.shape, str(split.images.dtype))).encode())
-        digest.update(np.ascontiguousarray(split.labels).tobytes())
-        digest.update(np.ascontiguousarray(split.images[:: max(1, len(split) // 1000)]).tobytes())
-    return digest.hexdigest()
+    return fingerprint(dataset, [settings.weights, *own_files(settings.model), *own_files(settings.defence)])

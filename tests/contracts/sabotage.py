@@ -23,14 +23,17 @@ def unnoticed(name, tests=None):
         return ["(its tests fail as they are)"]
     survivors = []
     for hook in HOOKS:
-        if hook in vars(cls):
-            kept = vars(cls)[hook]
+        if getattr(cls, hook) is not vars(Defence)[hook]:  # its own, or of a base between
+            kept = vars(cls).get(hook)
             setattr(cls, hook, vars(Defence)[hook])
             try:
                 if pytest.main(quiet) == pytest.ExitCode.OK:
                     survivors.append(hook)
             finally:
-                setattr(cls, hook, kept)
+                if kept is None:
+                    delattr(cls, hook)
+                else:
+                    setattr(cls, hook, kept)
     return survivors
 
 

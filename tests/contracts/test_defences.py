@@ -18,6 +18,7 @@ from gradveil.types import Batch, Update
 
 DEFENCES = list(components("defences"))
 TESTS = Path(__file__).parents[1] / "defences"
+NO_HOOKS = ("adaptive", "budget", "overrides")
 
 
 def make_model():
@@ -160,6 +161,28 @@ class TestEveryDefence:
         model = defence.on_model(make_model(), torch.Generator().manual_seed(0))
         assert model(make_batch().images).shape == (4, 3)
 
+    def test_it_names_the_attack_that_knows_it(self, name):
+        if name in ("none", "chain"):
+            pytest.skip("there is nothing to know")
+        defence = build_defence(name)
+        seen = {k: torch.stack([v, 2 * v, 0 * v]) for k, v in shared(defence, make_client(defence)).items()}
+        kept = copy.deepcopy(seen)
+        moves = defence.adaptive(seen, [0.5])
+        assert moves, f"{name} names no countermove"
+        for move in moves.values():
+            assert move.distance in ("", "l2", "l1", "cosine")
+            assert set(move.noise) <= set(seen)
+            assert all(std > 0 for std in move.noise.values())
+            if move.sent is not None:
+                guess = {k: (v + 0.1).requires_grad_() for k, v in seen.items()}
+                sent = move.sent(guess, seen)
+                assert {k: v.shape for k, v in sent.items()} == {k: v.shape for k, v in seen.items()}
+                total = sum(v.square().sum() for v in sent.values())
+                slopes = torch.autograd.grad(total, list(guess.values()), allow_unused=True)
+                assert any(slope is not None and bool(slope.any()) for slope in slopes)
+                assert all(slope is None or bool(slope.isfinite().all()) for slope in slopes)
+        assert same(kept, seen)
+
     def test_the_docstring_is_complete(self, name):
         text = inspect.getdoc(components("defences")[name])
         for part in ("Threat model:", "Does not protect:", "Guarantee:", "Reference:", "Differs from the paper:"):
@@ -181,6 +204,6 @@ def test_the_list_of_hooks_is_the_base_class():
     identity = {
         name
         for name, member in vars(Defence).items()
-        if inspect.isfunction(member) and not name.startswith("_") and name != "overrides"
+        if inspect.isfunction(member) and not name.startswith("_") and name not in NO_HOOKS
     }
     assert identity == set(HOOKS)

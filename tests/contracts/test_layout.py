@@ -7,9 +7,10 @@ from pathlib import Path
 import gradveil
 
 ORDER = [
-    "errors", "validate", "randomness", "types", "registry", "config", "storage", "data", "metrics", "models",
-    "convolution", "layers", "grads", "flat", "defences", "client", "server", "threat", "received", "observe",
-    "attacks", "engines", "report", "run_folder", "train", "update_spec", "attack_files", "cli",
+    "errors", "validate", "randomness", "types", "progress", "registry", "config", "storage", "data", "metrics",
+    "models", "convolution", "layers", "grads", "accounting", "flat", "defences", "client", "server", "threat",
+    "received", "observe", "attacks", "engines", "report", "run_folder", "train", "audit", "update_spec",
+    "attack_files", "cli",
 ]  # fmt: skip
 SOURCE = Path(gradveil.__file__).parent
 

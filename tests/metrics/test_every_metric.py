@@ -17,7 +17,7 @@ import gradveil.metrics
 from gradveil.errors import ConfigError, MissingDataError
 from gradveil.metrics import Metric, MetricUnavailable
 
-HELPERS = {"base", "labels", "lpips", "matching"}
+HELPERS = {"base", "labels", "lpips", "matching", "scores"}
 
 
 def found():

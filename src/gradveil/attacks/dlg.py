@@ -35,6 +35,7 @@ class Dlg(Matching):
         chunk: searches taken together.
         keep: iterates kept for the report, beside the start.
         compile: on, off or auto.
+        adapt: which countermove to a known defence; the first by default, none for none.
         lr: L-BFGS's rate.
     """
 

@@ -40,6 +40,7 @@ class Gradinversion(Matching):
         chunk: searches taken together.
         keep: iterates kept for the report, beside the start.
         compile: on, off or auto.
+        adapt: which countermove to a known defence; the first by default, none for none.
         labels: distinct (published), or counted for batches in which labels repeat.
         lr: Adam's rate.
         tv: weight of total variation.

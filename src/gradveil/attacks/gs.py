@@ -37,6 +37,7 @@ class Gs(Matching):
         chunk: searches taken together.
         keep: iterates kept for the report, beside the start.
         compile: on, off or auto.
+        adapt: which countermove to a known defence; the first by default, none for none.
         tv: weight of total variation (mean absolute difference, in normalised units).
         lr: Adam's rate.
         schedule: of the rate: steps (published), cosine or constant.

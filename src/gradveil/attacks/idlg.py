@@ -29,6 +29,7 @@ class Idlg(Dlg):
         chunk: as in DLG.
         keep: as in DLG.
         compile: as in DLG.
+        adapt: as in DLG.
         lr: as in DLG.
     """
 

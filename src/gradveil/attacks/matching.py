@@ -1,7 +1,7 @@
 """Gradient matching: find images whose update is the one seen. The loop that DLG, iDLG, GS and GradInversion share."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack
+from gradveil.attacks.parts.adaptive import adapted
 from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
 from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs
 from gradveil.attacks.parts.search import Search, Step, Task
 from gradveil.attacks.parts.starts import check_start
+from gradveil.progress import part, tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
 
@@ -31,6 +33,7 @@ class Matching(Attack):
         chunk: searches taken together; more do not fit a CPU's cache.
         keep: iterates kept for the report, beside the start.
         compile: on, off, or auto: for long searches of single steps, where there is a compiler.
+        adapt: which of a known defence's countermoves to play; by default the first, ``none`` plays none.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
@@ -43,6 +46,7 @@ class Matching(Attack):
     chunk: int = 32
     keep: int = 0
     compile: str = "auto"
+    adapt: str = ""
 
     def __post_init__(self) -> None:
         in_range("iterations", self.iterations, 1)
@@ -70,11 +74,13 @@ class Matching(Attack):
 def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconstruction:
     """All targets, in chunks; the restarts of a target stay in one chunk."""
     targets, restarts = seen.num_targets, attack.restarts
-    search, labels = attack.search(seen), attack.labels_of(seen)
+    search = adapted(attack.search(seen), seen, attack.adapt)
+    labels = attack.labels_of(seen)
     replay = replay_of(seen, attack.local, rng)
     rows = torch.arange(targets).repeat_interleave(restarts)
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
-    step = Step(search, restarts, seen, replay)
+    steps = [Step(phase, restarts, seen, replay) for phase in search.phases]
+    step = steps[-1]
     together = Task(seen.mean_gradients, search.priors.statistics, None)
 
     def task_of(some: Tensor) -> Task:
@@ -84,8 +90,12 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
     size = min(max(1, attack.chunk // restarts) * restarts, len(rows))
     chunks = torch.split(torch.arange(len(rows)), size)
     if _compiles(attack, replay, len(chunks)):
-        step.compile_for(task_of(chunks[0]), must=attack.compile == "on")
-    found = [_search(attack, search, step, task_of(some), rng) for some in chunks]
+        for each in steps:
+            each.compile_for(task_of(chunks[0]), must=attack.compile == "on")
+    found = []
+    for number, some in enumerate(chunks):
+        with part(number, len(chunks)):
+            found.append(_search(attack, steps, task_of(some), rng))
     loss = torch.cat([each.loss for each in found])
     ours = loss.view(targets, restarts)
     best = torch.where(ours.isnan(), torch.inf, ours).argmin(1) + torch.arange(targets).to(loss.device) * restarts
@@ -129,23 +139,28 @@ class _Found(NamedTuple):
     notes: list[str]
 
 
-def _search(attack: Matching, search: Search, step: Step, task: Task, rng: torch.Generator) -> _Found:
-    """One chunk, from its start to the best iterate of each row."""
-    variables = step.begin(attack.start, task, rng)
-    best = _Best(variables)
-    shown: list[Tensor] = []
+def _search(attack: Matching, steps: Sequence[Step], task: Task, rng: torch.Generator) -> _Found:
+    """One chunk, from its start to the best iterate of each row; each step has its share of the way."""
+    last, shown, number = steps[-1], list[Tensor](), 0
     frames = {round(i * attack.iterations / attack.keep) for i in range(attack.keep + 1)} if attack.keep else set()
-    for number, (rows, flat, loss) in enumerate(_descend(attack, search, step, task, variables, best, rng)):
-        best.offer(rows, flat, loss)
-        if number in frames:
-            shown.append(step.pictures(best.variables))
-    pictures = step.pictures(best.variables)
+    best = _Best(steps[0].begin(attack.start, task, rng))
+    for index, step in enumerate(steps):
+        best = _Best(best.variables)
+        share = attack.iterations * (index + 1) // len(steps) - attack.iterations * index // len(steps)
+        for rows, flat, loss in _descend(attack, step, task, best, share, rng):
+            best.offer(rows, flat, loss)
+            tell(number / attack.iterations)
+            if number in frames:
+                shown.append(step.pictures(best.variables))
+            number += 1
+        number -= step is not last  # the next one begins where this one ended
+    pictures = last.pictures(best.variables)
     shown += [pictures] * (len(frames) - len(shown))  # of a chunk that was done early
-    targets = step.split(best.variables, task.labels)[1]
+    targets = last.split(best.variables, task.labels)[1]
     labels = task.labels if task.labels is not None else targets.argmax(1).view(task.rows, -1)
-    iterates = torch.stack(shown) if shown else pictures.new_empty(0, *pictures.shape)
-    notes = _noted(step, task, pictures, targets, best.loss)
-    return _Found(pictures, labels, best.loss, search.objective.of_nothing(task.wanted), iterates, notes)
+    iterates = torch.stack(shown[: len(frames)]) if shown else pictures.new_empty(0, *pictures.shape)
+    notes = _noted(last, task, pictures, targets, best.loss)
+    return _Found(pictures, labels, best.loss, last.search.objective.of_nothing(task.wanted), iterates, notes)
 
 
 _CONVERGED = 1e-3
@@ -153,15 +168,10 @@ _CONVERGED = 1e-3
 
 
 def _descend(
-    attack: Matching,
-    search: Search,
-    step: Step,
-    task: Task,
-    variables: Tensor,
-    best: "_Best",
-    rng: torch.Generator,
+    attack: Matching, step: Step, task: Task, best: "_Best", iterations: int, rng: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield rows, iterates and their losses. Targets that are done leave, unless the step is compiled for all."""
+    search, variables = step.search, best.variables
     rows = torch.arange(task.rows, device=variables.device)
     if search.optimiser == "lbfgs":
         optimiser: BatchedLbfgs | BatchedAdam = BatchedLbfgs(variables, lr=search.lr)
@@ -169,7 +179,7 @@ def _descend(
         optimiser = BatchedAdam(
             variables,
             lr=search.lr,
-            steps=attack.iterations,
+            steps=iterations,
             schedule=search.schedule,
             sign=search.sign,
             noise=search.noise,
@@ -178,7 +188,7 @@ def _descend(
         )
     closure = step.closure(task)
     enough = attack.stop_below * search.objective.of_nothing(task.wanted)
-    for _ in range(attack.iterations):
+    for _ in range(iterations):
         before = optimiser.variables
         yield rows, before, optimiser.step(closure)
         if attack.stop_below:
@@ -219,7 +229,7 @@ class _Best:
 
 def _noted(step: Step, task: Task, pictures: Tensor, targets: Tensor, loss: Tensor) -> list[str]:
     """For each row what to say where the guess explains the update's direction, but not its size; else ""."""
-    guess = step.replay(pictures.flatten(0, 1), targets, task.wanted)
+    guess = step.guessed(pictures.flatten(0, 1), targets, task.wanted)
     ours, theirs = (
         torch.cat([part[name].detach().flatten(1) for name in task.wanted], 1) for part in (guess, task.wanted)
     )
@@ -227,7 +237,7 @@ def _noted(step: Step, task: Task, pictures: Tensor, targets: Tensor, loss: Tens
     factor = theirs.norm(dim=1) / ours.norm(dim=1).clamp_min(torch.finfo(ours.dtype).tiny)
     differs = "learning rate, number of steps, loss reduction or clipping differ from what is stated"
     notes = []
-    excesses = bias_excess(step.seen, task.wanted)
+    excesses = [0.0] * task.rows if step.knows_defence else bias_excess(step.seen, task.wanted)
     for same, size, excess, finite in zip(
         alike.tolist(), factor.tolist(), excesses, loss.isfinite().tolist(), strict=True
     ):

@@ -1,6 +1,17 @@
 """Defences, one file each; base.py has the hooks."""
 
-from gradveil.defences.base import HOOKS, Client, Defence, Server
+from gradveil.defences.base import HOOKS, Budget, Client, Countermove, Defence, Perturbation, Releases, Server
 from gradveil.defences.chain import Chain, build_defence
 
-__all__ = ["HOOKS", "Chain", "Client", "Defence", "Server", "build_defence"]
+__all__ = [
+    "HOOKS",
+    "Budget",
+    "Chain",
+    "Client",
+    "Countermove",
+    "Defence",
+    "Perturbation",
+    "Releases",
+    "Server",
+    "build_defence",
+]

@@ -1,14 +1,16 @@
 """What a defence is: identity hooks in the order the data meets them. Overriding one is the request for it."""
 
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
-from typing import ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.registry import Component
 from gradveil.types import Batch, Tensors, Update
+from gradveil.validate import one_of
 
 HOOKS = (
     "on_model",
@@ -70,13 +72,61 @@ class Server:
 
 
 @dataclass(frozen=True)
+class Countermove:
+    """How an attacker who knows the defence compares the gradient of its guess with the one it saw.
+
+    Both are mean gradients by parameter name, each (T, shape of the parameter) for T targets.
+
+    Attributes:
+        sent: what the defence would have made of a guess's gradient (first argument), given the one seen (second);
+            differentiable in the first. None leaves it as it is.
+        distance: the distance that the defence's noise calls for: l2, l1 or cosine; "" keeps the attack's own.
+        noise: standard deviation of the noise in each entry of a tensor, by its name; empty without noise. An attacker
+            trades the distance against what it believes of images by this.
+    """
+
+    sent: Callable[[Tensors, Tensors], Tensors] | None = None
+    distance: str = ""
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+
+class Releases(NamedTuple):
+    """What one client gives away over a whole training, as far as differential privacy counts it.
+
+    Attributes:
+        num_examples: images of the client.
+        batch_size: images a step (expected, where they are sampled).
+        steps: local steps in all rounds together.
+        uses: how often one image can be in a step at most, where batches are not sampled: once an epoch, or with FedSGD
+            once a round.
+    """
+
+    num_examples: int
+    batch_size: int
+    steps: int
+    uses: int
+
+
+class Budget(NamedTuple):
+    """A guarantee of differential privacy for each of a client's images; the defence says what neighbours are."""
+
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True)
 class Defence(Component):
     """Base of all defences: every hook is the identity. Each returns the type it was given and edits nothing.
 
     A defence that cannot protect what it was given raises `gradveil.errors.DefenceError`: then nothing is sent.
+
+    Attributes:
+        post_processing: whether its hooks read nothing of a client but the tensors that they replace, so that a
+            guarantee of differential privacy given before survives them.
     """
 
     kind: ClassVar[str] = "defences"
+    post_processing: ClassVar[bool] = False
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
         """Edit the architecture. Called on the server with its stream, and for each client with the client's own.
@@ -118,6 +168,51 @@ class Defence(Component):
         """What the server broadcasts beside the model, given the early clients' updates (after ``on_server``)."""
         return {}
 
+    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+        """How an attacker who knows this defence matches, by name; the first is the one to fear most. No hook.
+
+        Args:
+            seen: mean gradients as they arrived, (T, ...) by name.
+            steps: how long each local step was (learning rate times what the step counts for); the update is minus
+                their sum times the mean gradient.
+        """
+        return {}
+
+    def budget(self, releases: Releases) -> Budget | None:
+        """The guarantee of differential privacy for a training that releases so much; None where there is none."""
+        return None
+
     def overrides(self, hook: str) -> bool:
         """Whether this defence asks for a hook, i.e. replaces the identity."""
         return getattr(type(self), hook) is not getattr(Defence, hook)
+
+
+@dataclass(frozen=True)
+class Perturbation(Defence, ABC):
+    """Base of defences that change tensors without looking at anything else: a subclass has `perturb`.
+
+    Attributes:
+        where: ``update`` perturbs what is sent, once a round; ``gradient`` the gradient of every local step.
+    """
+
+    post_processing: ClassVar[bool] = True
+    where: str = "update"
+
+    def __post_init__(self) -> None:
+        one_of("where", self.where, ["update", "gradient"])
+
+    @abstractmethod
+    def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+        """New tensors of the same names, shapes and types; ``rng`` is on the CPU."""
+
+    def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
+        """Perturb every local step's gradient, if asked to."""
+        return self.perturb(gradient, client.rng) if self.where == "gradient" else gradient
+
+    def on_update(self, update: Update, client: Client) -> Update:
+        """Perturb what is sent, if asked to."""
+        return replace(update, tensors=self.perturb(update.tensors, client.rng)) if self.where == "update" else update
+
+    def overrides(self, hook: str) -> bool:
+        """Of the two hooks here only that of ``where``."""
+        return hook == f"on_{self.where}" if hook in ("on_gradient", "on_update") else super().overrides(hook)

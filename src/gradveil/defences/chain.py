@@ -1,14 +1,16 @@
 """Several defences in a row: function composition of their hooks."""
 
+import functools
+import math
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.defences.base import Client, Defence, Server
+from gradveil.defences.base import Budget, Client, Countermove, Defence, Releases, Server
 from gradveil.registry import build
 from gradveil.types import Batch, Tensors, Update
 
@@ -105,6 +107,20 @@ class Chain(Defence):
             for key, tensor in defence.public(early, own).items()
         }
 
+    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+        """Every member's first answer, one after the other."""
+        moves = [next(iter(each.values())) for d in self.defences if (each := d.adaptive(seen, steps))]
+        if not moves:
+            return {}
+        return {"all": functools.reduce(_both, moves)}
+
+    def budget(self, releases: Releases) -> Budget | None:
+        """The one member's that has a guarantee, if all others only post-process what it left."""
+        known = [budget for defence in self.defences if (budget := defence.budget(releases))]
+        others = [defence for defence in self.defences if defence.budget(releases) is None]
+        safe = all(defence.post_processing for defence in others)
+        return known[0] if len(known) == 1 and safe else None
+
     def overrides(self, hook: str) -> bool:
         """Whether any member asks for the hook."""
         return any(defence.overrides(hook) for defence in self.defences)
@@ -115,6 +131,20 @@ class Chain(Defence):
             prefix = f"{position}."
             public = {key.removeprefix(prefix): t for key, t in side.public.items() if key.startswith(prefix)}
             yield defence, replace(side, public=public, state=_Part(side.state, prefix))
+
+
+def _both(first: Countermove, second: Countermove) -> Countermove:
+    """What two defences in a row make of a guess; noises add up, and the later one's kind decides the distance."""
+    functions = [move.sent for move in (first, second) if move.sent is not None]
+
+    def sent(guess: Tensors, seen: Tensors) -> Tensors:
+        for function in functions:
+            guess = function(guess, seen)
+        return guess
+
+    names = {**first.noise, **second.noise}
+    noise = {name: math.hypot(first.noise.get(name, 0.0), second.noise.get(name, 0.0)) for name in names}
+    return Countermove(sent if functions else None, second.distance or first.distance, noise)
 
 
 class _Part(MutableMapping[str, Tensor]):

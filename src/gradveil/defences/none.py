@@ -18,3 +18,4 @@ class None_(Defence):  # noqa: N801 - `None` is taken
     """
 
     name: ClassVar[str] = "none"
+    post_processing: ClassVar[bool] = True

@@ -73,10 +73,7 @@ class Simulation:
             self.dataset, settings.partition, settings.clients, settings.sensitive, settings.seed
         )
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
-        if settings.normalise == "dataset":
-            normalisation: Normalisation | None = Normalisation(self.dataset.mean, self.dataset.std)
-        else:
-            normalisation = parse_normalisation(settings.normalise, shape[0], also="dataset, ")
+        normalisation = chosen_normalisation(settings.normalise, self.dataset)
         build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation))
         module = defended(build_network(), self.defence, settings.seed, "server").to(device)
         check_output(module, shape, num_classes, device)
@@ -86,7 +83,7 @@ class Simulation:
         self.sizes = self.data.sizes
         self._stack = ExitStack()
         folder = clients_folder or Path(self._stack.enter_context(TemporaryDirectory(prefix="gradveil-clients-")))
-        self.num_workers = 0 if live or device.type != "cpu" else _num_workers(workers, settings)
+        self.num_workers = 0 if live or device.type != "cpu" else num_workers(workers, settings.num_sampled)
         self.engine: Engine
         if self.num_workers:
             blueprint = Blueprint(settings, shape, num_classes, normalisation, folder)
@@ -112,7 +109,7 @@ class Simulation:
     def run(self, first: int = 1, on_round: Callable[[Round], None] = lambda _: None) -> Iterator[Row]:
         """Play the rounds from ``first`` on; yields a row after each. With no rounds, only evaluates."""
         if self.settings.rounds == 0:
-            with _single_thread():
+            with single_thread():
                 figures = self._evaluate(0, ())
             yield {"kind": "round", "round": 0, **figures, "lr": None, "clients": 0, "seconds": 0.0}
         for number in range(first, self.settings.rounds + 1):
@@ -122,7 +119,7 @@ class Simulation:
 
     def step(self, number: int) -> tuple[Row, Round]:
         """Play one round, move the global model and evaluate it."""
-        with _single_thread():
+        with single_thread():
             return self._step(number)
 
     def _step(self, number: int) -> tuple[Row, Round]:
@@ -154,7 +151,7 @@ class Simulation:
         everyone = range(self.settings.clients)
         personal = everyone[:MOST_PERSONAL] if self.net.has_private else range(0)
         asked = [ScoreRequest("test", client) for client in personal] or [ScoreRequest("test")]
-        with _single_thread():
+        with single_thread():
             own = self.engine.score(round_number, [ScoreRequest("own", client) for client in everyone], self.model)
             test = [score.accuracy for score in self.engine.score(round_number, asked, self.model)]
         others = None if personal else test[0]
@@ -195,7 +192,7 @@ class Simulation:
 
 
 @contextmanager
-def _single_thread() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     """One torch thread: the bits are those of a worker, and no idle thread spins on the workers' cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -224,12 +221,19 @@ def usable_device(text: str) -> torch.device:
     return device
 
 
-def _num_workers(asked: int | None, settings: TrainSettings) -> int:
-    """Processes to start; a single one would only add the copying."""
+def chosen_normalisation(text: str, dataset: Dataset) -> Normalisation | None:
+    """How a run normalises its input: by the data set's constants, or as the text says."""
+    if text == "dataset":
+        return Normalisation(dataset.mean, dataset.std)
+    return parse_normalisation(text, dataset.shape[0], also="dataset, ")
+
+
+def num_workers(asked: int | None, tasks: int) -> int:
+    """Processes to start for so many tasks, by default one a core; a single one would only add the copying."""
     if asked is not None and asked < 0:
         raise ConfigError(f"workers must be at least 0, got {asked}.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(cores if asked is None else asked, settings.num_sampled)
+    count = min(cores if asked is None else asked, tasks)
     return count if count > 1 or asked else 0
 
 

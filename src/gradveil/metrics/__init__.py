@@ -3,5 +3,6 @@
 from gradveil.metrics.base import Metric, MetricUnavailable
 from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.matching import align, match
+from gradveil.metrics.scores import METRICS, score_targets
 
-__all__ = ["Metric", "MetricUnavailable", "align", "label_accuracy", "match"]
+__all__ = ["METRICS", "Metric", "MetricUnavailable", "align", "label_accuracy", "match", "score_targets"]

@@ -1,6 +1,7 @@
 """Guessed images as picture files, large enough to look at."""
 
 import io
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
@@ -21,9 +22,16 @@ def strip_png(images: Tensor, height: int = 128) -> bytes:
         >>> Image.open(io.BytesIO(strip_png(torch.rand(3, 1, 28, 28)))).size
         (424, 140)
     """
-    pixels = images.detach().cpu().double().numpy()
-    lines = [pixels] if pixels.shape[1] in (1, 3) else [pixels[:, [channel]] for channel in range(pixels.shape[1])]
-    drawn = [_joined([_tile(image, height) for image in line], axis=1) for line in lines]
+    return lines_png([images], height)
+
+
+def lines_png(lines: Sequence[Tensor], height: int = 128) -> bytes:
+    """Several such strips below each other, of as many images each: the truth, say, and the guesses."""
+    drawn = []
+    for images in lines:
+        pixels = images.detach().cpu().double().numpy()
+        parts = [pixels] if pixels.shape[1] in (1, 3) else [pixels[:, [channel]] for channel in range(pixels.shape[1])]
+        drawn += [_joined([_tile(image, height) for image in part], axis=1) for part in parts]
     buffer = io.BytesIO()
     Image.fromarray(_joined(drawn, axis=0)).save(buffer, "png")
     return buffer.getvalue()

@@ -1,6 +1,7 @@
 """The page of a training run: one self-contained HTML file that opens from disk."""
 
 import base64
+import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -8,7 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from gradveil.config import TrainSettings
+from gradveil.config import TrainSettings, make_train_settings, read_settings
+from gradveil.errors import RunFolderError
+from gradveil.report.curves import draw_curves
 from gradveil.storage import write_atomic
 
 _STYLE = """
@@ -51,6 +54,23 @@ def write_page(
 """
     write_atomic(out / "report.html", page.encode())
     return out / "report.html"
+
+
+def rewrite_page(folder: Path) -> Path:
+    """Write the page of a training run again from its folder; returns its path."""
+    settings = make_train_settings(read_settings(folder / "settings.toml"))
+    rows, clients = ([json.loads(line) for line in _lines(folder / name)] for name in ("rows.jsonl", "clients.jsonl"))
+    if not rows or not clients:
+        raise RunFolderError(f"{folder} must hold a finished training, got one without results. Finish it: --resume.")
+    draw_curves(rows, folder)
+    return write_page(folder, settings, rows, clients, "")
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines()
+    except OSError:
+        return []
 
 
 def headline(settings: TrainSettings, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -54,6 +54,8 @@ class Search:
         sign: none, hard or soft (adam): what becomes of the gradient first.
         noise: of standard deviation this times the rate, added to each step (adam).
         boxed: whether guesses are kept inside [0, 1].
+        sent: what a defence that the attacker knows would make of a guess's gradient, given the one seen.
+        first: a search that takes the first half of the steps, and whose best guesses this one starts from.
     """
 
     objective: Objective = field(default_factory=Objective)
@@ -64,6 +66,13 @@ class Search:
     sign: str = "hard"
     noise: float = 0.0
     boxed: bool = True
+    sent: Callable[[Tensors, Tensors], Tensors] | None = None
+    first: "Search | None" = None
+
+    @property
+    def phases(self) -> "list[Search]":
+        """The searches to run one after the other; this one is the last."""
+        return [self] if self.first is None else [*self.first.phases, self]
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ class Step:
 
     def __init__(self, search: Search, restarts: int, seen: Observation, replay: Replay) -> None:
         self.seen, self.replay = seen, replay
-        self._search, self._restarts = search, restarts
+        self.search, self._restarts = search, restarts
         self._like = next(iter(seen.updates.values()))
         self.device = self._like.device
         self.space = Space(seen.network, seen.shape, self._like)
@@ -123,6 +132,11 @@ class Step:
     def is_compiled(self) -> bool:
         """Whether it takes chunks of one size only."""
         return self._fast is not None
+
+    @property
+    def knows_defence(self) -> bool:
+        """Whether guesses are compared as the defence would have sent them."""
+        return self.search.sent is not None
 
     def begin(self, start: str, task: Task, rng: torch.Generator) -> Tensor:
         """First guesses: images, and logits of soft labels where labels are searched."""
@@ -142,6 +156,11 @@ class Step:
     def pictures(self, flat: Tensor) -> Tensor:
         """Images (rows, B, C, H, W) in [0, 1]."""
         return self.space.to_pixels(flat[:, : self.num_pixels].view(len(flat), -1, *self.seen.shape)).clamp(0, 1)
+
+    def guessed(self, pixels: Tensor, targets: Tensor, wanted: Tensors) -> Tensors:
+        """What images in [0, 1] with these labels would have led to, as far as the attacker knows the client."""
+        guess = self.replay(pixels, targets, wanted)
+        return guess if self.search.sent is None else self.search.sent(guess, wanted)
 
     def closure(self, task: Task) -> Closure:
         """The function that an optimiser calls."""
@@ -176,18 +195,18 @@ class Step:
             log.info("The search is not compiled: %s", error)
 
     def _evaluate(self, flat: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        priors, rows = self._search.priors, len(flat)
+        priors, rows = self.search.priors, len(flat)
         leaf = flat.detach().requires_grad_()
         images, targets = self.split(leaf, task.labels)
         pixels = self.space.to_pixels(images)
         with watched(self.seen.network) as statistics:
-            guess = self.replay(pixels, targets, task.wanted)
+            guess = self.guessed(pixels, targets, task.wanted)
             if task.statistics and not self.replay.is_plain:
                 self.seen.network(pixels)
             found = statistics(rows) if task.statistics else {}
         if task.statistics and self.replay.mixes:
             found = _trained_statistics(self.replay.network, pixels.view(rows, -1, *self.seen.shape))
-        loss = self._search.objective(guess, task.wanted)
+        loss = self.search.objective(guess, task.wanted)
         if priors.tv:
             loss = loss + priors.tv * total_variation(images).view(rows, -1).mean(1)
         if priors.l2:

@@ -1,0 +1,70 @@
+"""An attacker who knows the defence: the search, turned to what the defence leaves."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gradveil.attacks.parts.search import Search
+from gradveil.defences.base import Countermove
+from gradveil.errors import UnknownNameError
+from gradveil.models.base import normalisation_of
+from gradveil.threat import Knowledge, Observation
+
+ROUGHNESS = 0.2
+"""Scale of the differences of neighbouring pixels in [0, 1] that an attacker expects.
+
+Three times the mean of digits and photographs (0.07): the likeliest picture under the mean itself is too smooth.
+"""
+
+
+def countermoves(seen: Observation) -> Mapping[str, Countermove]:
+    """What the defence's own file says of how to look at what it leaves; empty where the defence is not known."""
+    if not seen.knows(Knowledge.DEFENCE):
+        return {}
+    return seen.defence.adaptive(seen.mean_gradients, seen.step_lengths)
+
+
+def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
+    r"""The search of an attacker who knows the defence; the same one where there is nothing to know.
+
+    Under noise of standard deviation :math:`\sigma_l` the likeliest picture has the least
+
+    .. math:: \sum_l \frac{\|g_l - \hat g_l\|_2^2}{2 \sigma_l^2} + \frac{1}{b} \sum_{ij} |x_i - x_j|
+
+    (an absolute value times :math:`\sqrt 2 / \sigma_l` for Laplace noise), where neighbouring pixels differ by
+    Laplace noise of scale b, `ROUGHNESS`; both terms are divided by the number of pixels. From noise that would often
+    end where all gradients vanish, so the attack's own distance leads the first half of the way.
+
+    Args:
+        search: as the attack has it.
+        seen: what was seen.
+        choice: the name of a countermove; "" is the first, ``none`` plays none.
+    """
+    moves = countermoves(seen)
+    if not moves or choice == "none":
+        return search
+    if choice and choice not in moves:
+        raise UnknownNameError(f"countermove to {seen.defence.spec}", choice, moves)
+    move = moves[choice] if choice else next(iter(moves.values()))
+    objective = replace(search.objective, kind=move.distance or search.objective.kind)
+    if not move.noise:
+        return replace(search, objective=objective, sent=move.sent)
+    pixels = seen.num_examples * math.prod(seen.shape)
+    weights = {
+        name: (math.sqrt(2) / std if objective.kind == "l1" else 0.5 / std**2) / pixels
+        for name, std in move.noise.items()
+    }
+    return replace(
+        search,
+        objective=replace(objective, weights=weights, relative=False),
+        priors=replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS)),
+        sent=move.sent,
+        first=replace(search, sent=move.sent),
+    )
+
+
+def _spread(seen: Observation) -> float:
+    """The standard deviation by which pixels are normalised; priors are in normalised units."""
+    normalisation = normalisation_of(seen.network)
+    return statistics.fmean(normalisation.std) if normalisation else 1.0

@@ -1,0 +1,172 @@
+"""The privacy cell of an audit: some clients' updates under a defence, attacked at once and scored."""
+
+import dataclasses
+import time
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks import Attack, build_attack
+from gradveil.attacks.matching import Matching
+from gradveil.audit.plan import Cell, Rows, facts_of, finite
+from gradveil.audit.settings import AuditSettings
+from gradveil.client import LocalSettings
+from gradveil.data import Dataset
+from gradveil.defences import Budget, Defence, build_defence
+from gradveil.engines.devices import local_settings, make_network
+from gradveil.engines.simulation import chosen_normalisation, usable_device
+from gradveil.errors import ConfigError
+from gradveil.metrics import align, label_accuracy, score_targets
+from gradveil.observe import observe
+from gradveil.randomness import derive_seed, stream
+from gradveil.threat import Observation, Reconstruction, ThreatModel
+from gradveil.types import Batch
+
+ITERATES = 12
+"""Pictures on the way that are kept of an attack which keeps any."""
+PUBLIC = 500
+"""Test images that stand for public data of the same kind."""
+
+PRIVACY = (
+    "kind", "defence", "attack", "adaptive", "seed", "target", "mse", "psnr", "ssim", "lpips", "label_accuracy",
+    "converged", "attacker_loss", "knows", "epsilon", "delta", "seconds", "why", "failed", "cell",
+)  # fmt: skip
+
+
+def attack_cell(cell: Cell, settings: AuditSettings, dataset: Dataset) -> tuple[Rows, dict[str, Tensor]]:
+    """Rows and pictures of one cell's targets."""
+    private = private_batches(settings, dataset)[cell.first : cell.last]
+    defence, attack = build_defence(cell.defence), _keeping(build_attack(cell.attack))
+    started = time.perf_counter()
+    seen = _observed(cell, settings, dataset, private, defence)
+    result = attack(seen, stream(cell.seed, "attack", cell.first))
+    share = (time.perf_counter() - started) / len(private)
+    budget = defence.budget(_local(settings, cell).releases(settings.images))
+    return _scored(cell, seen, result, private, budget, share)
+
+
+def _keeping(attack: Attack) -> Attack:
+    """The same attack, which keeps pictures on its way unless it was told how many."""
+    if isinstance(attack, Matching) and not attack.keep:
+        return dataclasses.replace(attack, keep=min(ITERATES, attack.iterations))
+    return attack
+
+
+def iterate_steps(cell: Cell) -> dict[str, str]:
+    """After how many steps each of the pictures on the way was taken, for the file that holds them."""
+    attack = _keeping(build_attack(cell.attack))
+    if not isinstance(attack, Matching):
+        return {}
+    return {"steps": ",".join(str(round(i * attack.iterations / attack.keep)) for i in range(attack.keep + 1))}
+
+
+def _observed(
+    cell: Cell, settings: AuditSettings, dataset: Dataset, private: list[Batch], defence: Defence
+) -> Observation:
+    """What a server sees of these clients: each sends one update from the network that all received."""
+    device = usable_device(settings.device)
+    training = settings.training(cell.defence, cell.seed)
+    normalisation = chosen_normalisation(settings.normalise, dataset)
+    network: nn.Module = make_network(training, dataset.shape, dataset.num_classes, normalisation).to(device)
+    return observe(
+        network,
+        [batch.to(device) for batch in private],
+        threat=ThreatModel.of(*settings.knows, *(["defence"] if cell.adaptive else [])),
+        num_classes=dataset.num_classes,
+        defence=defence,
+        how=_local(settings, cell),
+        lr=settings.lr if settings.update == "local" else 1.0,
+        public_data=_public(dataset, device),
+        class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
+        seed=cell.seed,
+        first_client=cell.first,
+    )
+
+
+def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:
+    """How the attacked clients train: one gradient of all their images, or as in the training."""
+    if settings.update == "gradient":
+        return LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freeze")
+    how = local_settings(settings.training(cell.defence, cell.seed))
+    return dataclasses.replace(how, batch_size=0) if how.algorithm == "fedsgd" else how
+
+
+def _public(dataset: Dataset, device: torch.device) -> Batch:
+    """Test images, which are nobody's private ones."""
+    images, labels = _images(dataset.test.images[:PUBLIC]), torch.from_numpy(dataset.test.labels[:PUBLIC])
+    return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool)).to(device)
+
+
+def _class_averages(dataset: Dataset, device: torch.device) -> Tensor:
+    """(classes, C, H, W): the mean test image of each class; of all where a class has none."""
+    images, labels = _images(dataset.test.images), torch.from_numpy(dataset.test.labels)
+    means = [images[labels == c] if bool((labels == c).any()) else images for c in range(dataset.num_classes)]
+    return torch.stack([some.mean(0) for some in means]).to(device)
+
+
+def _scored(
+    cell: Cell,
+    seen: Observation,
+    result: Reconstruction,
+    private: list[Batch],
+    budget: Budget | None,
+    seconds: float,
+) -> tuple[Rows, dict[str, Tensor]]:
+    truth = torch.stack([batch.images for batch in private])
+    guess = torch.stack([align(*pair) for pair in zip(truth, result.images.cpu(), strict=True)])
+    figures, reasons = score_targets(truth, guess)
+    rows = []
+    for number, batch in enumerate(private):
+        loss = float(result.loss[number])
+        found = {
+            **figures[number],
+            "target": cell.first + number,
+            "label_accuracy": label_accuracy(batch.labels, result.labels[number].cpu()),
+            "converged": bool(result.converged[number]),
+            "attacker_loss": loss if np.isfinite(loss) else None,
+            "knows": seen.threat.names,
+            "epsilon": finite(budget.epsilon if budget else None),
+            "delta": budget.delta if budget else None,
+            "seconds": round(seconds, 3),
+            "why": "; ".join(filter(None, [result.why[number] if result.why else "", *reasons[number]])),
+            "failed": False,
+        }
+        rows.append({key: (facts_of(cell) | found)[key] for key in PRIVACY})
+    return rows, _pictures(truth, guess, result)
+
+
+def _pictures(truth: Tensor, guess: Tensor, result: Reconstruction) -> dict[str, Tensor]:
+    """Guesses and iterates as bytes, in the order of the truth."""
+    steps = result.iterates.cpu() if result.iterates.numel() else guess.new_empty(0, *guess.shape)
+    ways = [torch.stack([align(*pair) for pair in zip(truth, step, strict=True)]) for step in steps[:-1]]
+    iterates = torch.stack([*ways, guess]) if len(steps) else steps
+    return {
+        "images": _bytes(guess),
+        "guessed": guess.flatten(2).isfinite().all(2).to(torch.uint8),
+        "iterates": _bytes(iterates),
+        "labels": result.labels.cpu(),
+    }
+
+
+def _bytes(images: Tensor) -> Tensor:
+    return (images.nan_to_num(0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def private_batches(settings: AuditSettings, dataset: Dataset) -> list[Batch]:
+    """The private images of all targets, one batch each: drawn from the training images by the first seed."""
+    wanted, there = settings.targets * settings.images, len(dataset.train)
+    if wanted > there:
+        raise ConfigError(
+            f"targets times images must be at most the {there:,} training images, got {wanted:,}. Lower --targets."
+        )
+    order = np.random.default_rng(derive_seed(settings.seed, "targets")).permutation(there)[:wanted]
+    images, labels = _images(dataset.train.images[order]), torch.from_numpy(dataset.train.labels[order])
+    marks = torch.ones(wanted, dtype=torch.bool)  # whoever is attacked would have marked it
+    whole = Batch(images, labels, marks)
+    return [whole[slice(start, start + settings.images)] for start in range(0, wanted, settings.images)]
+
+
+def _images(pixels: np.ndarray) -> Tensor:
+    images = torch.from_numpy(np.ascontiguousarray(pixels))
+    return images.float() / 255 if images.dtype == torch.uint8 else images

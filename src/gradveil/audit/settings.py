@@ -1,0 +1,104 @@
+"""All that decides the rows of an audit."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+
+from gradveil.attacks import build_attack
+from gradveil.config import TrainSettings, absolute_dataset, absolute_path, absolute_spec, setting
+from gradveil.defences import build_defence
+from gradveil.errors import ConfigError
+from gradveil.registry import Component, convert, split_specs
+from gradveil.threat import ThreatModel
+from gradveil.validate import in_range, one_of
+
+FACTS = ("kind", "command")
+"""What settings.toml says beside the settings."""
+
+
+@dataclass(frozen=True)
+class AuditSettings:
+    """All that decides the result of ``gradveil audit``. The command line has one option for each field."""
+
+    dataset: str = setting("mnist-5k", "A named set (gradveil list datasets), a .npz file or a folder of pictures.")
+    model: str = setting("lenet-dlg", "A model of the zoo (gradveil list models) or your own file.py:factory.")
+    defences: tuple[str, ...] = setting(
+        ("none",), "Defences, a list a,b:key=value; a+b chains two. `none` is always among them."
+    )
+    attacks: tuple[str, ...] = setting(("gs",), "Attacks, a list (gradveil list attacks).")
+    adaptive: bool = setting(False, "Run each attack a second time with knowledge of the defence.")
+    targets: int = setting(8, "Updates that are attacked, each of a client of its own.")
+    images: int = setting(1, "Private images behind each of these updates.")
+    update: str = setting("gradient", "What is attacked: gradient (one, of all images), or local (local training).")
+    knows: tuple[str, ...] = setting(
+        ("labels", "num-examples"), "What the attacker knows beside model and update: labels,num-examples,..."
+    )
+    seeds: int = setting(1, "How many seeds: everything is repeated with seed, seed + 1, ...")
+    seed: int = setting(0, "The first seed: of the model, the clients, the attacks; it also chooses the targets.")
+    weights: str = setting("", "Attack and train from these weights (safetensors).")
+    normalise: str = setting("dataset", "Input normalisation: dataset, imagenet, none, or mean/std as 0.5/0.5.")
+    rounds: int = setting(20, "Rounds of training under each defence, for its price; 0 trains nothing.")
+    clients: int = setting(10, "Clients of that training.")
+    sampled: int = setting(0, "Clients that train in a round; 0 is all.")
+    partition: str = setting("iid", "How training images are dealt: iid, by-class, label-parts, dirichlet.")
+    sensitive: str = setting("0.1", "Images marked sensitive: a fraction of each client's, or positions 0/5/7.")
+    algorithm: str = setting("fedavg", "Of that training: fedavg, or fedsgd.")
+    epochs: int = setting(1, "Local epochs a round.")
+    batch_size: int = setting(32, "Images a local step; 0 is all of the client's.")
+    lr: float = setting(0.05, "Learning rate of the clients' SGD.")
+    momentum: float = setting(0.9, "Momentum of the clients' SGD.")
+    weight_decay: float = setting(0.0, "L2 penalty of the clients' SGD.")
+    batch_norm: str = setting("average", "Running statistics: average (sent and averaged), local (kept), or freeze.")
+    device: str = setting("cpu", "cpu, cuda or cuda:1.")
+
+    def __post_init__(self) -> None:
+        for kind, specs in (("defences", self.defences), ("attacks", self.attacks)):
+            if not specs:
+                raise ConfigError(f"{kind} must name at least one, got an empty list.")
+        object.__setattr__(self, "defences", _once(build_defence, ["none", *self.defences]))
+        object.__setattr__(self, "attacks", _once(build_attack, self.attacks))
+        in_range("targets", self.targets, 1, 100_000)
+        in_range("images", self.images, 1, 10_000)
+        in_range("seeds", self.seeds, 1, 10_000)
+        in_range("seed", self.seed, 0, 2**62)
+        one_of("update", self.update, ["gradient", "local"])
+        if "defence" in self.knows:
+            raise ConfigError("knows must not name 'defence', which --adaptive grants in its own rows, got it there.")
+        ThreatModel.of(*self.knows)
+        self.training("none", self.seed)
+
+    @property
+    def all_seeds(self) -> range:
+        """The seeds, one repetition each."""
+        return range(self.seed, self.seed + self.seeds)
+
+    def training(self, defence: str, seed: int) -> TrainSettings:
+        """The settings of the training that measures a defence's price."""
+        mine = {field.name for field in fields(self)}
+        same = {field.name: getattr(self, field.name) for field in fields(TrainSettings) if field.name in mine}
+        return TrainSettings(**same | {"defence": defence, "seed": seed})
+
+
+def _once(build: Callable[[str], Component], specs: Iterable[str]) -> tuple[str, ...]:
+    """Texts that build different components, each as it was written first."""
+    found: dict[Component, str] = {}
+    for spec in specs:
+        found.setdefault(build(spec), spec)
+    return tuple(found.values())
+
+
+def make_audit_settings(values: Mapping[str, object]) -> AuditSettings:
+    """Settings from texts or TOML values; lists may be texts with commas. An unknown key is an error."""
+    split = {
+        key: split_specs(value) if key in ("defences", "attacks", "knows") and isinstance(value, str) else value
+        for key, value in values.items()
+        if key not in FACTS
+    }
+    settings = AuditSettings(**convert(AuditSettings, split, owner="audit"))
+    return replace(
+        settings,
+        dataset=absolute_dataset(settings.dataset),
+        weights=absolute_path(settings.weights),
+        model=absolute_spec(settings.model),
+        defences=tuple(absolute_spec(spec) for spec in settings.defences),
+        attacks=tuple(absolute_spec(spec) for spec in settings.attacks),
+    )

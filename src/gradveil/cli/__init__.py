@@ -1,0 +1,55 @@
+"""The command line. stdout carries results (with --json exactly one document), stderr progress and warnings.
+
+Exit codes: 0 done, 1 failed on the way, 2 bad usage or bad input.
+"""
+
+import sys
+
+import typer
+from rich.console import Console
+
+from gradveil.audit.settings import AuditSettings
+from gradveil.cli.attack import attack_command
+from gradveil.cli.lists import data_app, describe, list_components
+from gradveil.cli.runs import audit_command, report_command, train_command, with_options
+from gradveil.config import TrainSettings
+from gradveil.errors import ConfigError, GradveilError, TrainingError, UnknownNameError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train federated models, see what their shared updates leak, and stop it.",
+)
+app.command("list")(list_components)
+app.command("describe")(describe)
+app.command("train")(with_options(train_command, TrainSettings))
+app.command("attack")(attack_command)
+app.command("audit")(with_options(audit_command, AuditSettings))
+app.command("report")(report_command)
+app.add_typer(data_app, name="data")
+
+INTERRUPTED = 130
+"""What typer makes of Ctrl-C."""
+
+
+def main() -> None:
+    """Entry point: errors that gradveil raises on purpose become one line and an exit code."""
+    try:
+        app()
+    except TrainingError as error:
+        _fail(error, 1)
+    except GradveilError as error:
+        _fail(error, 2)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            saved = "Nothing was saved" if sys.argv[1:2] == ["attack"] else "What was finished is saved"
+            again = "" if sys.argv[1:2] == ["attack"] else ": run again with --resume"
+            typer.echo(f"Stopped. {saved}{again}.", err=True)
+        raise
+
+
+def _fail(error: GradveilError, code: int) -> None:
+    kind = ConfigError if isinstance(error, UnknownNameError) else type(error)
+    Console(stderr=True, soft_wrap=True).print(f"{kind.__name__}: {error}", style="red", markup=False, highlight=False)
+    sys.exit(code)

@@ -1,0 +1,55 @@
+"""The command that attacks updates which were saved as files."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from gradveil.cli.display import Json, bar, figure, print_json, show
+from gradveil.progress import listening
+
+
+def attack_command(
+    model_file: Annotated[Path, typer.Option(help="The weights as they were broadcast (safetensors).")],
+    update: Annotated[
+        list[Path], typer.Option(help="A client's update, tensors by name (safetensors or .npz); may be repeated.")
+    ],
+    spec: Annotated[Path, typer.Option(help="TOML file: model, shape, num_classes, kind, and what else is known.")],
+    attack: Annotated[str, typer.Option(help="An attack with its settings, name:key=value (gradveil list attacks).")],
+    out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")],
+    seed: Annotated[int, typer.Option(help="Every random draw comes from this seed.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    truth: Annotated[Path | None, typer.Option(help="The private images (.npz with `images`), for scores.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rebuild private images from updates that any framework saved; the folder OUT gets pictures and rows."""
+    from gradveil.attack_files import attack_files
+    from gradveil.update_spec import read_spec
+
+    doing = f"attacking {len(update)} update{'s' * (len(update) > 1)} with {attack}"
+    with (
+        bar("") as move,
+        listening(lambda share: move(share, 1, doing)),
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        move(0, 1, doing)
+        rows = attack_files(model_file, update, read_spec(spec), attack, out, seed=seed, device=device, truth=truth)
+    if as_json:
+        print_json({"out": str(out), "rows": rows})
+        return
+    labels = "known labels" if "labels" in rows[0]["knows"] else "guessed labels"
+    table = Table("target", labels, "attacker's loss", "converged", "psnr", "why", title=attack, title_justify="left")
+    for row in rows:
+        table.add_row(
+            str(row["target"]),
+            " ".join(map(str, row["labels"])),
+            figure(row["attacker_loss"]),
+            "yes" if row["converged"] else "attack did not converge",
+            figure(row["psnr"]),
+            row["why"],
+        )
+    show(table)
+    typer.echo(f"Look at them: {out / 'images'}")

@@ -1,0 +1,65 @@
+"""The command line's own tools: how results, errors and progress are shown."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+DataRoot = Annotated[
+    Path | None, typer.Option("--data-root", help="Folder of the data sets; else GRADVEIL_DATA, else the user's cache.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def print_json(document: object) -> None:
+    """One JSON document on stdout."""
+    typer.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def show(table: Table) -> None:
+    """A table on stdout, as wide as it needs to be where that is no terminal."""
+    for column in table.columns:
+        column.overflow = "fold"
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+
+
+def figure(value: float | None, form: str = ".4g") -> str:
+    """A number for a table; a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
+class Bar(Protocol):
+    """Moves a progress bar."""
+
+    def __call__(self, done: float, total: float, doing: str, figures: str = "") -> None:
+        """Show how much is done of how much, what is being done, and figures so far; "" leaves the last."""
+
+
+@contextmanager
+def bar(unit: str) -> Iterator[Bar]:
+    """A live display on stderr, with the time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[count]}"),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("setting up", total=None, count="", figures="")
+
+        def move(done: float, total: float, doing: str, figures: str = "") -> None:
+            fields: dict[str, Any] = {"figures": figures} if figures else {}
+            count = f"{int(done)}/{int(total)} {unit}" if unit else f"{done / max(total, 1e-9):.0%}"
+            progress.update(task, completed=done, total=total, description=doing, count=count, **fields)
+
+        yield move

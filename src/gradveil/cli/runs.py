@@ -1,0 +1,185 @@
+"""The commands that leave a folder of a run: train, audit and report."""
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from gradveil.cli.display import DataRoot, Json, bar, figure, print_json, show
+from gradveil.config import make_train_settings, read_settings, with_absolute_paths
+from gradveil.errors import ConfigError
+
+
+def train_command(
+    out: Path,
+    config: Path | None = None,
+    resume: bool = False,
+    workers: int | None = None,
+    data_root: Path | None = None,
+    as_json: bool = False,
+    **options: Any,  # noqa: ANN401 - one for each field of TrainSettings
+) -> None:
+    """Train a federated model; the folder OUT gets rows, curves, checkpoints and a page to look at."""
+    from gradveil.train import train
+
+    settings = with_absolute_paths(make_train_settings(_given(options, config, out, resume)))
+    with bar("rounds") as move, contextlib.redirect_stdout(sys.stderr):
+
+        def progress(done: int, row: Mapping[str, Any] | None, doing: str) -> None:
+            accuracy = row["accuracy"] if row else None
+            move(done, settings.rounds, doing, "" if accuracy is None else f"accuracy {accuracy:.2%}")
+
+        result = train(settings, out, resume=resume, workers=workers, data_root=data_root, progress=progress)
+    last = result.rows[-1]
+    summary = {
+        "out": str(out),
+        "rounds": last["round"],
+        "accuracy": last["accuracy"],
+        "accuracy_sensitive": last["accuracy_sensitive"],
+        "loss": last["loss"],
+        "accuracy_own_worst_client": min(row["accuracy_own"] for row in result.clients),
+        "seconds": round(result.seconds, 2),
+        "data": result.note or None,
+        "report": str(out / "report.html"),
+    }
+    if as_json:
+        print_json({**summary, "rows": result.rows})
+        return
+    table = Table("what", "value", title=f"{settings.model} on {settings.dataset}", title_justify="left")
+    for key, value in summary.items():
+        if value is not None:
+            share = key.startswith("accuracy") and isinstance(value, float)
+            number = f"{value:.2%}" if share else f"{value:.4g}" if isinstance(value, float) else str(value)
+            table.add_row(key.replace("_", " "), number)
+    show(table)
+
+
+def audit_command(
+    out: Path,
+    config: Path | None = None,
+    resume: bool = False,
+    workers: int | None = None,
+    data_root: Path | None = None,
+    as_json: bool = False,
+    **options: Any,  # noqa: ANN401 - one for each field of AuditSettings
+) -> None:
+    """Set defences against attacks and measure what each defence costs; ends in a page that shows what leaked.
+
+    Exit code 1 where a cell failed: its reason is in the rows, and --resume tries it again.
+    """
+    from gradveil.audit import audit, make_audit_settings
+    from gradveil.report.summary import summarise, utility
+
+    settings = make_audit_settings(_given(options, config, out, resume))
+    with bar("cells") as move, contextlib.redirect_stdout(sys.stderr):
+        result = audit(settings, out, resume=resume, workers=workers, data_root=data_root, progress=move)
+    summary, prices = summarise(result.rows), utility(result.rows)
+    if as_json:
+        document = {
+            "out": str(out),
+            "report": str(result.report),
+            "seconds": round(result.seconds, 2),
+            "data": result.note or None,
+            "failed": result.failed,
+            "summary": summary,
+            "utility": prices,
+            "rows": result.rows,
+        }
+        print_json(document)
+    else:
+        show(_audit_table(f"{settings.model} on {settings.dataset}", summary, prices))
+        typer.echo(f"Look at it: {result.report}")
+    for title in dict.fromkeys(result.failed.values()):
+        typer.echo(f"Failed: {title}", err=True)
+    if result.failed:
+        raise typer.Exit(1)
+
+
+def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[str, Any]]) -> Table:
+    """What leaked under each defence and attack, and the defence's price in the same line."""
+    heads = ("defence", "attack", "attacker", "psnr", "worst", "ssim", "recognisable", "not converged", "eps")
+    table = Table(*heads, "accuracy", "s/round", "overhead", title=title, title_justify="left")
+    price = {row["defence"]: row for row in prices}
+    for row in summary:
+        cost = price.get(row["defence"], {})
+        table.add_row(
+            row["defence"],
+            row["attack"],
+            "knows the defence" if row["adaptive"] else "plain",
+            figure(row["psnr"], ".1f"),
+            figure(row["psnr_worst"], ".1f"),
+            figure(row["ssim"], ".2f"),
+            f"{row['recognisable']} of {row['n']}",
+            str(row["not_converged"]),
+            figure(row["epsilon"], ".3g"),
+            figure(cost.get("accuracy"), ".1%"),
+            figure(cost.get("round_seconds"), ".3g"),
+            figure(cost.get("overhead"), ".2f"),
+        )
+    return table
+
+
+def report_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of an audit or a training.")], as_json: Json = False
+) -> None:
+    """Write the page of a run again, from what is in its folder; an unfinished audit's says how far it is."""
+    from gradveil.report.audit import write_report
+    from gradveil.report.training import rewrite_page
+
+    settings = read_settings(folder / "settings.toml") if (folder / "settings.toml").is_file() else {}
+    page = rewrite_page(folder) if "defence" in settings else write_report(folder)
+    if as_json:
+        print_json({"report": str(page)})
+    else:
+        typer.echo(f"Look at it: {page}")
+
+
+def _given(options: Mapping[str, Any], config: Path | None, out: Path, resume: bool) -> dict[str, Any]:
+    """The settings of a run: those it was begun with, those of the file, and the options; the later win."""
+    given = {key: value for key, value in options.items() if value is not None}
+    saved = read_settings(out / "settings.toml") if resume and os.path.exists(out / "settings.toml") else {}
+    if resume and not (saved or given or config):
+        raise ConfigError(f"--resume alone needs a run in {out}, got none there. Check --out, or give the settings.")
+    return {**saved, **(read_settings(config) if config else {}), **given}
+
+
+def with_options(command: Callable[..., None], settings: type) -> Callable[..., None]:
+    """The command with an option for each field of a settings class, beside its own."""
+    own = {
+        "out": Annotated[Path, typer.Option(help="Folder of the run.")],
+        "config": Annotated[Path | None, typer.Option(help="TOML file with the same settings; options win.")],
+        "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT, with its settings.")],
+        "workers": Annotated[int | None, typer.Option(help="Processes; 0 is this one only. Never changes results.")],
+        "data_root": DataRoot,
+        "as_json": Json,
+    }
+    parameters = [
+        parameter.replace(annotation=own[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+        if name in own
+    ]
+    for field in dataclasses.fields(settings):
+        option = f"--{field.name.replace('_', '-')}"
+        flag = isinstance(field.default, bool)
+        text = f"{field.metadata['help']} [default: {_default(field.default)}]"
+        kind: Any = bool if flag else str
+        annotation = Annotated[kind | None, typer.Option(f"{option}/--no-{option[2:]}" if flag else option, help=text)]
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _default(value: object) -> object:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value == "" else value

@@ -1,0 +1,84 @@
+"""Norm clipping of what is sent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradveil.defences.base import Countermove, Perturbation
+from gradveil.types import Tensors
+from gradveil.validate import in_range
+
+_TINY = 1e-24
+
+
+@dataclass(frozen=True)
+class Clip(Perturbation):
+    r"""Scale the update, all tensors together, down to an L2 norm of at most ``norm``.
+
+    .. math:: \tilde u = u \cdot \min(1, C / \|u\|_2)
+
+    A zero update stays zero. BatchNorm's running statistics (``Update.buffers``) are sent as they are.
+
+    Threat model: a curious server that sees single updates.
+    Does not protect: against any attack whose distance ignores the scale (cosine), nor one that clips its guess alike:
+        the direction is sent whole.
+    Guarantee: none; it bounds what one client can change, and hides nothing of it without noise.
+    Reference: Li et al. 2022 (GGL), https://arxiv.org/abs/2203.15696, a bound of 4; Geyer et al. 2017,
+        https://arxiv.org/abs/1712.07557.
+    Differs from the paper: on the update of a round by default; ``where=gradient`` is GGL's.
+
+    Attributes:
+        where: ``update`` clips what is sent, once a round; ``gradient`` the gradient of every local step.
+        norm: the bound C.
+    """
+
+    norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range("norm", self.norm, 0, open_low=True)
+
+    def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+        """Scale all tensors by one factor; nothing is drawn."""
+        squares = [tensor.double().square().sum() for tensor in tensors.values()]
+        excess = (torch.stack(squares or [torch.zeros(())]).sum().sqrt() / self.norm).clamp(min=1.0)
+        return {name: _divided(tensor, excess) for name, tensor in tensors.items()}
+
+    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+        """Clip the guess as the client does, or give it the norm of what was seen."""
+        bound = self.norm / max(sum(steps), 1e-12) if self.where == "update" else self.norm
+        return {"again": Countermove(partial(clip_rows, bound=bound)), "scale": Countermove(_same_norm)}
+
+
+def _divided(tensor: Tensor, divisor: Tensor) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return (tensor.to(wide) / divisor.to(wide)).to(tensor.dtype)
+
+
+def row_norms(tensors: Tensors) -> Tensor:
+    """(T,) norms of T gradients, each (T, ...) by name; tiny instead of zero, so that the slope is finite."""
+    squares = [tensor.reshape(len(tensor), -1).square().sum(1) for tensor in tensors.values() if tensor.numel()]
+    return torch.stack(squares).sum(0).clamp(min=_TINY).sqrt()
+
+
+def scale_rows(tensors: Tensors, factors: Tensor) -> dict[str, Tensor]:
+    """Multiply each of T gradients by its factor (T,)."""
+    return {name: tensor * factors.view(-1, *[1] * (tensor.dim() - 1)) for name, tensor in tensors.items()}
+
+
+def clip_rows(guess: Tensors, seen: Tensors, *, bound: float) -> dict[str, Tensor]:
+    """Scale each of T gradients down to a norm of at most ``bound``; ``seen`` has no say.
+
+    Example:
+        >>> clip_rows({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}, {}, bound=1.0)["w"]
+        tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])
+    """
+    return scale_rows(guess, 1 / (row_norms(guess) / bound).clamp(min=1.0))
+
+
+def _same_norm(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
+    return scale_rows(guess, row_norms(seen).detach() / row_norms(guess))

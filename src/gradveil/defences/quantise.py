@@ -1,0 +1,115 @@
+"""Quantisation: each entry is rounded to one of a few levels."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.defences.base import Countermove, Perturbation
+from gradveil.errors import ConfigError
+from gradveil.types import Tensors
+from gradveil.validate import in_range
+
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Quantise(Perturbation):
+    r"""Round each tensor's entries to levels that ``bits`` bits can number.
+
+    .. math::
+        \text{1 bit: } \tilde u_i = \operatorname{mean}|u| \cdot \operatorname{sign}(u_i), \qquad
+        \text{n bits: } \tilde u_i = \frac mk \operatorname{round}\Big(\frac{k u_i}{m}\Big), \quad
+        m = \max|u|,\ k = 2^{n-1} - 1
+
+    With n bits there are :math:`2^n - 1` levels, symmetric about zero, which is one of them. ``stochastic`` rounds up
+    or down at random so that the mean is the entry itself; with one bit the levels are then :math:`\pm m`. A tensor of
+    zeros stays so. BatchNorm's running statistics (``Update.buffers``) are sent as they are.
+
+    Threat model: a curious server that sees single updates.
+    Does not protect: against an attacker who accepts every gradient that rounds to what was seen; signs alone still
+        let a trained inverter recover images (Wu et al. 2023, Learning To Invert).
+    Guarantee: none; evidence is empirical.
+    Reference: Bernstein et al. 2018, https://arxiv.org/abs/1802.04434 (signs), with the scale of Karimireddy et al.
+        2019, https://arxiv.org/abs/1901.09847; Alistarh et al. 2017 (QSGD), https://arxiv.org/abs/1610.02132
+        (stochastic rounding); two bits, stochastic, are Wen et al. 2017 (TernGrad), https://arxiv.org/abs/1705.07878.
+    Differs from the paper: QSGD divides by the L2 norm, this by the largest magnitude, as TernGrad; there is no error
+        feedback; exact zeros have no sign and stay zero.
+
+    Attributes:
+        where: ``update`` rounds what is sent, once a round; ``gradient`` the gradient of every local step.
+        bits: 1 to 16 a number.
+        stochastic: round at random, without bias.
+    """
+
+    bits: int = 1
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range("bits", self.bits, 1, 16)
+        if not isinstance(self.bits, int):
+            raise ConfigError(f"bits must be a whole number, got {self.bits}.")
+
+    @property
+    def levels(self) -> int:
+        """Positive levels: k of the equation."""
+        return max((1 << self.bits - 1) - 1, 1)
+
+    def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+        """Round each tensor by itself; draws one number an entry if stochastic."""
+        return {name: self._rounded(tensor, rng) for name, tensor in tensors.items()}
+
+    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+        """One bit: compare soft signs. More: count only what lies outside the cell that was rounded."""
+        if self.bits == 1:
+            return {"sign": Countermove(_soft_signs, "cosine")}
+        return {"cell": Countermove(self._outside, "l2")}
+
+    def _rounded(self, tensor: Tensor, rng: torch.Generator) -> Tensor:
+        if not tensor.numel():
+            return tensor.clone()
+        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        if self.bits == 1 and not self.stochastic:
+            return (wide.sign() * wide.abs().mean()).to(tensor.dtype)
+        largest = wide.abs().max()
+        exact = wide / largest.masked_fill(largest == 0, 1.0) * self.levels  # in [-k, k]
+        if not self.stochastic:
+            return (exact.round() / self.levels * largest).to(tensor.dtype)
+        draw = torch.rand(tensor.shape, generator=rng, dtype=wide.dtype).to(tensor.device)
+        if self.bits == 1:
+            level = (draw < (1 + exact) / 2) * 2.0 - 1.0
+        else:
+            level = exact.floor() + (draw < exact - exact.floor())
+        return (level / self.levels * largest).to(tensor.dtype)
+
+    def _outside(self, guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
+        """What was seen, plus the part of a guess's difference to it that rounding can't explain."""
+        sent = {}
+        for name, tensor in guess.items():
+            reach = _largest(seen[name]) / self.levels * (1.0 if self.stochastic else 0.5)
+            difference = tensor - seen[name]
+            sent[name] = seen[name] + difference - torch.maximum(torch.minimum(difference, reach), -reach)
+        return sent
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude of each of T gradients, to be broadcast over the tensor: (T, 1, ...)."""
+    if not tensor.numel():
+        return tensor.abs()
+    return tensor.abs().reshape(len(tensor), -1).amax(1).view(-1, *[1] * (tensor.dim() - 1))
+
+
+def _soft_signs(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
+    """The guess over its magnitude plus the median magnitude, times the scale that was seen."""
+    sent = {}
+    for name, tensor in guess.items():
+        if tensor.numel():
+            magnitudes = tensor.abs()
+            median = magnitudes.detach().reshape(len(tensor), -1).median(1).values
+            soft = tensor / (magnitudes + median.view(-1, *[1] * (tensor.dim() - 1)) + _TINY)
+            sent[name] = soft * _largest(seen[name])
+        else:
+            sent[name] = tensor
+    return sent

@@ -1,0 +1,55 @@
+"""The report of an audit: reads the folder that ``gradveil audit`` wrote, and never reruns anything."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradveil.report.audit_folder import read_audit
+from gradveil.report.figures import draw_figures
+from gradveil.report.headline import headline
+from gradveil.report.page import audit_page
+from gradveil.report.sheets import read_gallery
+from gradveil.report.summary import summarise, utility
+from gradveil.report.tables import with_costs
+from gradveil.report.words import command_of
+from gradveil.storage import write_atomic
+
+__all__ = ["command_of", "headline", "summarise", "utility", "write_report"]
+
+
+def write_report(folder: Path) -> Path:
+    """Write ``report.html``, ``summary.csv`` and ``figures/`` into an audit's folder; returns the page's path.
+
+    The run may be unfinished, and files may be broken: the page says so. Private pictures that are in the folder are
+    in the page too.
+
+    Raises:
+        RunFolderError: the folder is not an audit's, or can't be written.
+    """
+    folder = Path(folder)
+    audit = read_audit(folder)
+    gallery = read_gallery(audit)
+    summary, costs = summarise(audit.rows), utility(audit.rows)
+    write_atomic(folder / "summary.csv", _csv(with_costs(summary, costs)))
+    draw_figures(gallery, summary, costs, folder / "figures")
+    page = folder / "report.html"
+    write_atomic(page, audit_page(audit, gallery).encode("utf-8", "replace"))
+    return page
+
+
+def _csv(lines: Sequence[Mapping[str, Any]]) -> bytes:
+    """The summary as a table for other programs: what is missing is empty, lists are joined by spaces."""
+    names = (
+        "defence", "attack", "adaptive", "n", "seeds", "failed", "psnr", "psnr_low", "psnr_high", "psnr_worst", "ssim",
+        "lpips", "recognisable", "label_accuracy", "not_converged", "epsilon", "delta", "knows", "seconds", "accuracy",
+        "accuracy_sensitive", "round_seconds", "overhead",
+    )  # fmt: skip
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(names)
+    for line in lines:
+        values = (line[name] for name in names)
+        writer.writerow([" ".join(value) if isinstance(value, list) else value for value in values])
+    return buffer.getvalue().encode("utf-8", "replace")

@@ -1,0 +1,108 @@
+"""The audit's result in words: what is recognisable under each defence, and what that costs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradveil.report.summary import strongest, summarise, utility
+
+MOST = 3
+"""More defences than this are not told one by one: only the one that leaks least and the one that leaks most."""
+
+
+def headline(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> str:
+    """The result in a few sentences, by the attack that recovers most under each defence.
+
+    Args:
+        rows: of an audit, as in rows.jsonl.
+        images: how many images a target has; the figures of a row are means over them.
+    """
+    return " ".join(sentences(rows, images=images))
+
+
+def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> list[str]:
+    """The sentences of `headline`; the first is about the undefended run, if there is one."""
+    lines = summarise(rows)
+    noun = "pictures" if images == 1 else "batches"
+    accuracy = {line["defence"]: line["accuracy"] for line in utility(rows)}
+    names = sorted(dict.fromkeys(line["defence"] for line in lines), key=lambda name: name != "none")
+    best = {name: line for name in names if (line := strongest(_of(lines, name)))}
+    if not best:
+        return ["No attack has finished yet." if not lines else "Every attack failed."]
+    parts = []
+    if "none" in best:
+        nothing = best["none"]["recognisable"] == 0
+        parts.append(f"Undefended, {_nothing(lines, 'none', noun) if nothing else _got(best['none'], noun)}.")
+    rest = [name for name in best if name != "none"]
+    starts = {name: f"Under {name}" for name in rest}
+    if len(rest) > MOST:
+        least, *_, most = sorted(rest, key=lambda name: (_share(best[name]), best[name]["psnr"] or 0.0))
+        starts = {least: f"Of {len(rest)} defences, {least} leaks least:", most: f"{most} leaks most:"}
+    for name, start in starts.items():
+        text = _defended(lines, name, noun, first=not parts)
+        parts.append(f"{start} {text}{_price(accuracy.get('none'), accuracy.get(name))}.")
+    return parts
+
+
+def _defended(lines: Sequence[Mapping[str, Any]], name: str, noun: str, *, first: bool) -> str:
+    """What the attacker gets under a defence, without and with knowing it."""
+    plain, adaptive = (strongest(_of(lines, name, knowing)) for knowing in (False, True))
+    known = [line for line in (plain, adaptive) if line]
+    if all(line["recognisable"] == 0 for line in known):
+        return _nothing(lines, name, noun)
+    text = _got(known[0], noun) if first else f"it is {_score(known[0])}"
+    if plain is None:
+        return f"{text} to an attacker who knows the defence"
+    if adaptive is None:
+        return text
+    if _share(adaptive) > _share(plain):
+        return f"{text}, and {_score(adaptive)} once the attacker knows the defence"
+    return f"{text}, and knowing the defence does not help the attacker ({_score(adaptive)})"
+
+
+def _nothing(lines: Sequence[Mapping[str, Any]], name: str, noun: str) -> str:
+    """Never "safe": what was tried, and how much of it did not work."""
+    tried = _of(lines, name)
+    stuck, runs = sum(line["not_converged"] for line in tried), sum(line["n"] for line in tried)
+    most = max(line["n"] for line in tried)
+    return f"no attack here recovered any of {most} {noun}; {stuck} of {runs} attacks did not converge"
+
+
+def _got(line: Mapping[str, Any], noun: str) -> str:
+    if line["recognisable"] is None:
+        return f"{noun} come back with {_score(line)}"
+    return f"{_score(line)} {noun} are recognisable"
+
+
+def _price(before: float | None, after: float | None) -> str:
+    if after is None:
+        return ""
+    if before is None:
+        return f"; accuracy is {percent(after)}"
+    if percent(before) == percent(after):
+        return f"; accuracy stays at {percent(after)}"
+    return f"; accuracy {'falls' if after < before else 'rises'} from {percent(before)} to {percent(after)}"
+
+
+def percent(share: float) -> str:
+    """A share in per cent, one digit behind the point.
+
+    Example:
+        >>> percent(0.9691)
+        '96.9 %'
+    """
+    return f"{100 * share:.1f} %"
+
+
+def _of(lines: Sequence[Mapping[str, Any]], name: str, adaptive: bool | None = None) -> list[Mapping[str, Any]]:
+    return [line for line in lines if line["defence"] == name and adaptive in (None, line["adaptive"])]
+
+
+def _score(line: Mapping[str, Any]) -> str:
+    if line["recognisable"] is None:
+        return f"a mean PSNR of {line['psnr']:.1f} dB"
+    return f"{line['recognisable']} of {line['n']}"
+
+
+def _share(line: Mapping[str, Any]) -> float:
+    """How much was recovered: the share that is recognisable, or the PSNR where SSIM was not measured."""
+    return float(line["psnr"] if line["recognisable"] is None else line["recognisable"] / line["n"])

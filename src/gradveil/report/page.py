@@ -1,0 +1,89 @@
+"""The page of an audit: one self-contained HTML file that opens from disk and asks the network for nothing."""
+
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from gradveil.report.audit_folder import AuditFolder
+from gradveil.report.markup import as_json
+from gradveil.report.result import hero
+from gradveil.report.sections import about_section, gallery_section, plane_section, rows_section, summary_section
+from gradveil.report.sheets import Gallery, png
+from gradveil.report.summary import summarise, utility
+from gradveil.report.tables import rows_columns, with_costs
+
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
+_SECTIONS = (
+    ("gallery", "Pictures"),
+    ("plane", "Privacy and accuracy"),
+    ("table", "Summary"),
+    ("rows", "All rows"),
+    ("about", "About"),
+)
+
+
+def audit_page(audit: AuditFolder, gallery: Gallery) -> str:
+    """The whole page."""
+    summary, costs = summarise(audit.rows), utility(audit.rows)
+    style, script = ((files("gradveil.report") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    title = f"gradveil audit: {audit.settings.get('model', '')} on {audit.settings.get('dataset', '')}"
+    links = "".join(f'<a href="#{name}">{text}</a>' for name, text in _SECTIONS)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{style}</style></head><body>
+<a class="skip" href="#main">Skip to the result</a>
+<header><p class="brand">gradveil <span>audit</span></p><nav aria-label="Sections">{links}</nav></header>
+<main id="main">
+{hero(audit, gallery, summary, costs)}
+{gallery_section(audit, gallery)}
+{plane_section(summary, costs)}
+{summary_section(audit, with_costs(summary, costs))}
+{rows_section(audit)}
+{about_section(audit, summary)}
+</main>
+<footer><p>Written by gradveil from rows.jsonl and the saved pictures; nothing was run again. This page holds private
+pictures if the audit's data were private: share it as you would share them.</p></footer>
+<dialog id="large" aria-labelledby="large-title"><form method="dialog">
+<h2 id="large-title"></h2><button class="close" aria-label="Close">×</button></form>
+<div class="pair"><figure><canvas></canvas><figcaption>truth</figcaption></figure>
+<figure><canvas></canvas><figcaption>the attacker's picture</figcaption></figure></div>
+<p class="figures"></p><p class="hint">← and → show the neighbours, Esc closes.</p></dialog>
+{_data(audit, gallery)}
+<script>{script}</script></body></html>
+"""
+
+
+def _data(audit: AuditFolder, gallery: Gallery) -> str:
+    """The figures and the pictures, which the script reads when it needs them."""
+    ssims = {(*_key(row), row["target"]): row["ssim"] for row in audit.rows if row["ssim"] is not None}
+    drawn = [
+        {
+            "defence": line.defence,
+            "attack": line.attack,
+            "adaptive": line.adaptive,
+            "seed": line.seed,
+            "there": [int(there) for there in line.there],
+            "guessed": [int(guessed) for guessed in line.guessed],
+            "psnr": line.psnr,
+            "ssim": [ssims.get((*_key(vars(line)), column.target)) for column in gallery.columns],
+            "steps": line.steps,
+        }
+        for line in gallery.lines
+    ]
+    content = {
+        "columns": [vars(column) for column in gallery.columns],
+        "images": audit.images,
+        "lines": drawn,
+        "rows": rows_columns(audit.rows),
+    }
+    sheets = [png(gallery.truth)] if gallery.columns else []
+    sheets += [png(line.frames, line.guessed) for line in gallery.lines]
+    parts = "".join(f'<script type="text/plain" id="sheet-{n}">{sheet}</script>\n' for n, sheet in enumerate(sheets))
+    return f'<script type="application/json" id="data">{as_json(content)}</script>\n{parts}'
+
+
+def _key(line: Mapping[str, Any]) -> tuple[object, ...]:
+    return line["defence"], line["attack"], line["adaptive"], line["seed"]

@@ -1,0 +1,88 @@
+"""The top of an audit's page: the result in words, what is missing, and a bar for each defence."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from gradveil.report.audit_folder import AuditFolder
+from gradveil.report.headline import percent, sentences
+from gradveil.report.markup import bullets, solid, spec
+from gradveil.report.sheets import Gallery
+from gradveil.report.summary import RECOGNISABLE, strongest
+from gradveil.report.tables import NOTHING, adaptive
+
+
+def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, Any]], costs: Sequence[Any]) -> str:
+    """The section that a reader sees first."""
+    first, *more = sentences(audit.rows, images=audit.images)
+    settings = audit.settings
+    facts = [f"{settings.get('model', '?')} on {settings.get('dataset', '?')}"]
+    facts += [f"{count} targets" for count in [settings.get("targets") or gallery.num_targets] if count]
+    facts += [f"{audit.images} images each"] if audit.images > 1 else []
+    seeds = len({row["seed"] for row in audit.rows} | {cell.seed for cell in audit.cells})
+    facts += [f"{seeds} seed{'s' if seeds != 1 else ''}"] if seeds else []
+    lead = f'<p class="lead">{solid(" ".join(more))}</p>' if more else ""
+    what = "picture" if audit.images == 1 else "batch (by its mean)"
+    return f"""<section class="hero" aria-labelledby="result"><p class="facts">{escape(" · ".join(map(str, facts)))}</p>
+<h1 id="result">{solid(first)}</h1>
+{lead}
+<p class="definition"><b>Recognisable</b>: a {what} whose SSIM to the truth is at least {RECOGNISABLE}. Every target
+counts once for each seed. For each defence the attack that recovers most is what counts.</p>
+{_banner(audit, gallery)}{_ledger(audit.defences, summary, costs)}</section>"""
+
+
+def _banner(audit: AuditFolder, gallery: Gallery) -> str:
+    """What is missing from this page, and why."""
+    missing = len(audit.cells) - len(audit.done)
+    unfinished = f"{len(audit.done)} of {len(audit.cells)} cells are done" if missing else ""
+    failed: dict[str, int] = {}
+    for row in audit.rows:
+        if row["failed"]:
+            what = f"{row['defence']}, {row['attack'] or 'training'}: {row['why'] or 'no reason given'}"
+            failed[what] = failed.get(what, 0) + 1
+    items = [f"{what} ({count} rows)" if count > 1 else what for what, count in failed.items()]
+    parts = [f"<p><b>The run is unfinished</b>: {unfinished}. What is here is real, but more will come.</p>"] * bool(
+        missing
+    )
+    if items:
+        parts.append(
+            f"<p><b>{sum(failed.values())} rows are of cells that failed</b>, and count nowhere:</p>{bullets(items)}"
+        )
+    notes = [*audit.notes, *gallery.notes]
+    if notes:
+        parts.append(f"<p><b>Parts of the folder could not be used</b>:</p>{bullets(notes)}")
+    return f'<aside class="banner" aria-label="What is missing">{"".join(parts)}</aside>' if parts else ""
+
+
+def _ledger(names: Iterable[str], summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]]) -> str:
+    """Bars: what the strongest attack recognises under each defence, beside the accuracy that is left."""
+    accuracy = {cost["defence"]: cost["accuracy"] for cost in costs}
+    lines = ""
+    for name in names:
+        own = [line for line in summary if line["defence"] == name]
+        best = [strongest(line for line in own if line["adaptive"] is knows) for knows in (False, True)]
+        if any(best):
+            bars = "".join(_bar(line) for line in best if line)
+            worth = accuracy.get(name)
+            lines += (
+                f'<tr><th scope="row">{spec(name)}</th><td class="bars">{bars}</td>'
+                f"<td>{NOTHING if worth is None else percent(worth)}</td></tr>"
+            )
+    if not lines:
+        return ""
+    return f"""<div class="scroll"><table class="ledger"><thead><tr><th scope="col">Defence</th>
+<th scope="col">Recognisable to the strongest attack
+<span class="key"><i class="swatch"></i>plain <i class="swatch filled"></i>knows the defence</span></th>
+<th scope="col">Accuracy</th></tr></thead><tbody>{lines}</tbody></table></div>"""
+
+
+def _bar(line: Mapping[str, Any]) -> str:
+    count = line["recognisable"]
+    share = 0.0 if count is None else 100 * count / line["n"]
+    text = NOTHING if count is None else f"{count} of {line['n']}"
+    filled = " filled" if line["adaptive"] else ""
+    words = f"{adaptive(line['adaptive'])}, strongest attack: {line['attack']}"
+    return (
+        f'<div class="bar{filled}" title="{escape(words)}"><span class="track"><span style="width:{share:.2f}%"></span>'
+        f'</span><span class="count"><span class="hidden">{adaptive(line["adaptive"])}: </span>{text}</span></div>'
+    )

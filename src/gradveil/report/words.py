@@ -1,0 +1,78 @@
+"""The audit's fine print: what the attacker knew, the command that repeats the run, how figures are computed."""
+
+import shlex
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+_KNOWLEDGE = {
+    "labels": "the labels of the private images",
+    "num-examples": "how many images the update was computed from",
+    "local-steps": "the settings of local training",
+    "defence": "the defence and its settings",
+    "public-data": "images of the same kind from elsewhere",
+    "class-averages": "the mean image of each class",
+    "batch-statistics": "mean and variance of the private batch at each BatchNorm",
+    "private-state": "the client's private tensors, such as keys",
+}
+
+METHOD = """<h3>How the figures are computed</h3>
+<ul><li>Images lie in [0, 1]: de-normalised, clamped. The guesses of a batch are matched to the truth by the Hungarian
+assignment first.</li>
+<li>PSNR has peak 1, from each image's own MSE, capped at 100 dB. SSIM uses an 11 × 11 Gaussian window. LPIPS uses the
+AlexNet of its authors, on images in [-1, 1]; low is close.</li>
+<li>The attacker chooses among iterates and restarts by its own loss, never by the truth.</li>
+<li>The interval of a PSNR is the 95 % t interval of the seeds' means; one seed has none. The worst case is the largest
+PSNR of any target. The PSNR below a picture on its way, or in a batch, is that of the picture as drawn.</li></ul>
+<h3>What this does not promise</h3>
+<ul><li>A picture that was not recovered here may be recovered by a better attack, or by the same with more patience: a
+figure is a lower bound of the leak. Only an ε is a guarantee.</li>
+<li>Targets, model and training stage decide much; figures of one do not carry over to another.</li>
+<li>What an update tells about labels, membership or properties of the data is not shown by pictures.</li></ul>"""
+
+
+def command_of(settings: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> str:
+    """The command line that repeats an audit: one option for each setting that is not at its default.
+
+    Example:
+        >>> command_of({"kind": "audit", "dataset": "mnist-5k", "defences": ["none", "prune"], "adaptive": True})
+        'gradveil audit --dataset mnist-5k --defences none,prune --adaptive --out DIR'
+    """
+    pieces = ["gradveil", "audit"]
+    for key, value in settings.items():
+        if (
+            key in ("kind", "command")
+            or value is False
+            or (defaults and key in defaults and _text(defaults[key]) == _text(value))
+        ):
+            continue
+        option = f"--{key.replace('_', '-')}"
+        text = _text(value)
+        pieces += [option] if value is True else [f"{option}={text}"] if text.startswith("-") else [option, text]
+    return shlex.join([*pieces, "--out", "DIR"])
+
+
+def _text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def knowledge(summary: Iterable[Mapping[str, Any]]) -> str:
+    """What each attacker knew, those who knew the same together."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for line in summary:
+        name = f"{line['attack']}, knowing the defence" if line["adaptive"] else line["attack"]
+        names = groups.setdefault(tuple(sorted(line["knows"])), [])
+        if name not in names:
+            names.append(name)
+    always = "<p>Every attacker is the server: it knows the model that it sent out and the update that came back.</p>"
+    items = "".join(
+        f"<li><b>{escape('; '.join(names))}</b>: also {escape(_words(knows))}.</li>" if knows else
+        f"<li><b>{escape('; '.join(names))}</b>: nothing else.</li>"
+        for knows, names in groups.items()
+    )  # fmt: skip
+    return f"{always}<ul>{items}</ul>" if items else f"{always}<p>No attack has finished yet.</p>"
+
+
+def _words(knows: Iterable[str]) -> str:
+    words = [_KNOWLEDGE.get(name, name) for name in knows]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,126 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from gradveil.attacks.gs import Gs
+from gradveil.attacks.idlg import Idlg
+from gradveil.attacks.parts.adaptive import ROUGHNESS, adapted, countermoves
+from gradveil.attacks.parts.objectives import Objective
+from gradveil.attacks.parts.search import Priors, Search, Step
+from gradveil.client import LocalSettings
+from gradveil.defences import Countermove, Defence, build_defence
+from gradveil.errors import UnknownNameError
+from gradveil.models import Normalisation
+from tests.attacks.scene import psnr, run, scene
+
+KNOWS = ("num-examples", "labels", "defence")
+GS = Gs(iterations=250, sign="none", schedule="cosine", lr=0.1, tv=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubling(Defence):
+    """Sends twice the update, which an attacker who knows it can answer."""
+
+    noise: float = 0.0
+    distance: str = "l2"
+
+    def on_update(self, update, client):
+        return update * 2.0
+
+    def adaptive(self, seen, steps):
+        noise = dict.fromkeys(seen, self.noise) if self.noise else {}
+        double = Countermove(lambda guess, _: {k: 2 * v for k, v in guess.items()}, self.distance, noise)
+        return {"double": double, "plain": Countermove(distance="l1")}
+
+
+def mean_psnr(truth, result):
+    return psnr(truth.flatten(0, 1), result.images.flatten(0, 1)).mean()
+
+
+def test_without_knowledge_of_the_defence_nothing_changes():
+    _, _, seen = scene(defence=Doubling(), grants=("num-examples", "labels"))
+    search = Search(Objective("cosine"))
+    assert countermoves(seen) == {}
+    assert adapted(search, seen) is search
+
+
+def test_the_first_countermove_is_played_unless_another_or_none_is_asked_for():
+    _, _, seen = scene(defence=Doubling(), grants=KNOWS)
+    search = Search(Objective("cosine"))
+    assert adapted(search, seen).objective.kind == "l2"
+    assert adapted(search, seen).sent is not None
+    assert adapted(search, seen, "plain").objective.kind == "l1"
+    assert adapted(search, seen, "none") is search
+    with pytest.raises(UnknownNameError, match=r"countermove.*'dubble'.*double"):
+        adapted(search, seen, "dubble")
+
+
+@pytest.mark.parametrize(("distance", "factor"), [("l2", 0.5 / 0.1**2), ("l1", math.sqrt(2) / 0.1)])
+def test_noise_weighs_the_distance_against_the_prior(distance, factor):
+    defence, normalisation = Doubling(noise=0.1, distance=distance), Normalisation((0.3,), (0.5,))
+    _, _, seen = scene(size=2, defence=defence, grants=KNOWS, normalisation=normalisation)
+    found = adapted(Search(Objective("cosine"), Priors(tv=1e-4)), seen)
+    pixels = 2 * 8 * 8
+    assert found.objective.kind == distance
+    assert found.objective.weights == pytest.approx(dict.fromkeys(seen.updates, factor / pixels))
+    assert found.priors.tv == pytest.approx(0.5 / ROUGHNESS)
+
+
+def test_steps_reach_the_defence_in_their_length():
+    heard = []
+
+    class Listening(Doubling):
+        def adaptive(self, seen, steps):
+            heard.append((next(iter(seen.values())).shape[0], list(steps)))
+            return {}
+
+    how = LocalSettings(epochs=2, batch_size=2, momentum=0.5)
+    grants = (*KNOWS, "local-steps")
+    _, _, seen = scene(targets=3, size=2, defence=Listening(), grants=grants, how=how, lr=0.1)
+    countermoves(seen)
+    assert heard == [(3, pytest.approx([0.15, 0.1]))]
+
+
+def test_an_attacker_who_knows_of_the_doubling_matches_again():
+    truth, _, seen = scene(defence=Doubling(), grants=KNOWS)
+    knowing, plain = (run(Idlg(iterations=40, adapt=adapt), seen) for adapt in ("", "none"))
+    assert mean_psnr(truth, knowing) > mean_psnr(truth, plain) + 10
+    assert not any(knowing.why)
+    assert all("times as large" in why for why in plain.why)
+
+
+@pytest.mark.parametrize(
+    ("spec", "gain"),
+    [("prune:fraction=0.5", 1.0), ("gaussian:std=0.05", 1.0), ("laplace:scale=0.05", 1.0), ("quantise:bits=3", 1.0)],
+)
+def test_knowledge_of_a_defence_helps(spec, gain):
+    """On the scene, with the same starts: the mean of four targets rises by at least so many dB."""
+    truth, _, seen = scene(targets=4, defence=build_defence(spec), grants=KNOWS)
+    knowing, plain = (run(dataclasses.replace(GS, adapt=adapt), seen) for adapt in ("", "none"))
+    assert mean_psnr(truth, knowing) > mean_psnr(truth, plain) + gain
+
+
+def test_the_compiled_step_plays_the_countermove_too():
+    _, _, seen = scene(defence=build_defence("prune:fraction=0.5"), grants=KNOWS)
+    found = [run(Gs(iterations=3, compile=way), seen) for way in ("off", "on")]
+    torch.testing.assert_close(found[0].loss, found[1].loss, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(found[0].loss, run(Gs(iterations=3, adapt="none"), seen).loss, rtol=1e-3)
+
+
+def test_under_noise_the_attacks_own_distance_leads_the_first_half_of_the_way(monkeypatch):
+    """Each phase has half of the steps, starts where the one before was best, and the likelihood has the last word."""
+    _, _, seen = scene(defence=build_defence("gaussian:std=0.1"), grants=KNOWS)
+    kinds, evaluate = [], Step._evaluate
+
+    def watched(step, flat, task):
+        kinds.append(step.search.objective.kind)
+        return evaluate(step, flat, task)
+
+    monkeypatch.setattr(Step, "_evaluate", watched)
+    result = run(Gs(iterations=7, keep=7, compile="off"), seen)
+    assert kinds == ["cosine"] * 4 + ["l2"] * 5  # 3 and 4 steps, and a last look after each
+    assert result.iterates.shape[0] == 8
+    phases = adapted(Search(Objective("cosine")), seen).phases
+    assert [phase.objective.kind for phase in phases] == ["cosine", "l2"]

@@ -1,0 +1,170 @@
+"""Lines, intervals and the headline: each against a value by hand or an outside library."""
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradveil.report.audit import headline, summarise, utility
+from gradveil.report.headline import sentences
+from gradveil.report.summary import interval, strongest
+
+from .folders import privacy_row, utility_row
+
+
+def rows_of(defence, ssims, **more):
+    return [privacy_row(defence, target=n, ssim=ssim, **more) for n, ssim in enumerate(ssims)]
+
+
+def test_a_line_by_hand():
+    rows = [
+        privacy_row(seed=0, target=0, psnr=10.0, ssim=0.5, label_accuracy=1.0, seconds=1.0),
+        privacy_row(seed=0, target=1, psnr=30.0, ssim=0.49, label_accuracy=0.0, seconds=3.0, converged=False),
+        privacy_row(seed=1, target=0, psnr=24.0, ssim=0.9, knows=["labels", "defence"], epsilon=2.0, delta=1e-5),
+        privacy_row(seed=1, target=1, psnr=None, ssim=None, converged=False, epsilon=3.0, delta=1e-6, seconds=None),
+        privacy_row(seed=2, psnr=None, failed=True, why="it broke"),
+    ]
+    (line,) = summarise(rows)
+    assert (line["n"], line["seeds"], line["failed"]) == (4, 2, 1)
+    assert line["psnr"] == (20 + 24) / 2
+    assert line["psnr_worst"] == 30
+    assert line["recognisable"] == 2
+    assert line["ssim"] == pytest.approx((0.5 + 0.49 + 0.9) / 3)
+    assert line["lpips"] is None
+    assert line["not_converged"] == 2
+    assert (line["epsilon"], line["delta"]) == (3.0, 1e-6)
+    assert line["knows"] == ["labels", "defence"]
+    assert line["seconds"] == pytest.approx((1 + 3 + 1.5) / 3)
+    low, high = scipy.stats.t.interval(0.95, 1, 22, scipy.stats.sem([20, 24]))
+    assert (line["psnr_low"], line["psnr_high"]) == pytest.approx((low, high))
+
+
+def test_lines_keep_plain_and_adaptive_and_attacks_apart_in_their_order():
+    rows = [privacy_row("b", "y"), privacy_row("a", "x", adaptive=True), privacy_row("a", "x"), utility_row("a")]
+    lines = summarise([*rows, *rows])
+    assert [(x["defence"], x["attack"], x["adaptive"]) for x in lines] == [
+        ("b", "y", False),
+        ("a", "x", True),
+        ("a", "x", False),
+    ]
+
+
+def test_one_seed_has_no_interval():
+    (line,) = summarise(rows_of("none", [0.1, 0.2, 0.3]))
+    assert line["psnr_low"] is line["psnr_high"] is None
+
+
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=9))
+def test_the_interval_is_that_of_scipy(values):
+    low, high = interval(values)
+    if np.std(values) < 1e-9:
+        assert low == pytest.approx(high, abs=1e-6)
+    else:
+        expected = scipy.stats.t.interval(0.95, len(values) - 1, np.mean(values), scipy.stats.sem(values))
+        assert (low, high) == pytest.approx(expected, abs=1e-9)
+
+
+def test_recognisable_is_unknown_where_ssim_was_not_measured_and_nothing_where_there_is_no_guess():
+    assert summarise([privacy_row(ssim=None)])[0]["recognisable"] is None
+    assert summarise([privacy_row(ssim=None, psnr=None)])[0]["recognisable"] == 0
+
+
+def test_utility_is_the_mean_over_seeds():
+    rows = [
+        utility_row("a", 0.9, seed=0, overhead=2.0, epsilon=1.0, delta=1e-5),
+        utility_row("a", 0.8, seed=1, overhead=4.0, epsilon=1.5, delta=1e-5, accuracy_sensitive=0.5),
+        utility_row("a", None, seed=2, failed=True, why="diverged"),
+        utility_row("b", None, failed=True, why="no memory"),
+        privacy_row("a"),
+    ]
+    a, b = utility(rows)
+    assert (a["accuracy"], a["overhead"], a["accuracy_sensitive"], a["epsilon"]) == pytest.approx((0.85, 3, 0.5, 1.5))
+    assert a["why"] == "diverged"
+    assert (b["defence"], b["accuracy"], b["why"]) == ("b", None, "no memory")
+
+
+def test_the_strongest_attack_recovers_most():
+    lines = summarise(
+        [
+            *rows_of("a", [0.9, 0.1], attack="x", psnr=99),
+            *rows_of("a", [0.9, 0.9], attack="y", psnr=1),
+            *rows_of("a", []),
+        ]
+    )
+    assert strongest(lines)["attack"] == "y"
+    assert strongest([]) is None
+
+
+def test_the_headline_of_the_brief():
+    rows = [
+        *rows_of("none", [0.9] * 31 + [0.1]),
+        *rows_of("none", [0.9] * 2 + [0.1] * 30, attack="dlg"),
+        *rows_of("prune:fraction=0.7", [0.6] * 3 + [0.1] * 29),
+        *rows_of("prune:fraction=0.7", [0.6] * 20 + [0.1] * 12, adaptive=True),
+        utility_row("none", 0.969),
+        utility_row("prune:fraction=0.7", 0.951),
+    ]
+    assert headline(rows) == (
+        "Undefended, 31 of 32 pictures are recognisable. Under prune:fraction=0.7 it is 3 of 32, and 20 of 32 once the "
+        "attacker knows the defence; accuracy falls from 96.9 % to 95.1 %."
+    )
+
+
+def test_nothing_recovered_is_never_called_safe():
+    rows = [*rows_of("none", [0.9]), *rows_of("a", [0.1] * 4, converged=False), *rows_of("a", [0.2] * 4, attack="x")]
+    text = headline(rows)
+    assert text.endswith("Under a no attack here recovered any of 4 pictures; 4 of 8 attacks did not converge.")
+    assert "safe" not in text
+    assert headline(rows[1:]).startswith("Under a no attack here recovered")
+    assert sentences(rows_of("none", [0.1])) == [
+        "Undefended, no attack here recovered any of 1 pictures; 0 of 1 attacks did not converge."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "expected"),
+    [
+        ([0.9, 0.1], "it is 1 of 2, and knowing the defence does not help the attacker (1 of 2)"),
+        ([0.1, 0.1], "it is 1 of 2, and knowing the defence does not help the attacker (0 of 2)"),
+        ([0.9, 0.9], "it is 1 of 2, and 2 of 2 once the attacker knows the defence"),
+    ],
+)
+def test_what_knowing_the_defence_is_worth(adaptive, expected):
+    rows = [*rows_of("none", [0.9]), *rows_of("a", [0.9, 0.1]), *rows_of("a", adaptive, adaptive=True)]
+    assert headline(rows).endswith(f"Under a {expected}.")
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ([], "1 of 1."),
+        ([utility_row("a", 0.5)], "1 of 1; accuracy is 50.0 %."),
+        ([utility_row("none", 0.5), utility_row("a", 0.5001)], "1 of 1; accuracy stays at 50.0 %."),
+        ([utility_row("none", 0.5), utility_row("a", 0.6)], "1 of 1; accuracy rises from 50.0 % to 60.0 %."),
+    ],
+)
+def test_the_price_in_accuracy(costs, expected):
+    assert headline([*rows_of("none", [0.9]), *rows_of("a", [0.9]), *costs]).endswith(expected)
+
+
+def test_of_many_defences_the_best_and_the_worst_are_told():
+    rows = [*rows_of("none", [0.9] * 4)]
+    for number in range(4):
+        rows += rows_of(f"d{number}", [0.9] * number + [0.1] * (4 - number))
+    assert sentences(rows)[1:] == [
+        "Of 4 defences, d0 leaks least: no attack here recovered any of 4 pictures; 0 of 4 attacks did not converge.",
+        "d3 leaks most: it is 3 of 4.",
+    ]
+
+
+def test_headlines_of_other_audits():
+    assert headline([]) == "No attack has finished yet."
+    assert headline([privacy_row(failed=True)]) == "Every attack failed."
+    assert headline(rows_of("a", [0.9]), images=4) == "Under a 1 of 1 batches are recognisable."
+    assert headline([privacy_row("a", adaptive=True)]).endswith(
+        "are recognisable to an attacker who knows the defence."
+    )
+    assert (
+        headline([privacy_row(ssim=None, psnr=12.34)]) == "Undefended, pictures come back with a mean PSNR of 12.3 dB."
+    )
