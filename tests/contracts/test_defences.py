@@ -171,7 +171,7 @@ class TestEveryDefence:
         assert moves, f"{name} names no countermove"
         for move in moves.values():
             assert move.distance in ("", "l2", "l1", "cosine")
-            assert set(move.noise) <= set(seen)
+            assert set(move.noise) | set(move.weights) <= set(seen)
             assert all(std > 0 for std in move.noise.values())
             if move.sent is not None:
                 guess = {k: (v + 0.1).requires_grad_() for k, v in seen.items()}

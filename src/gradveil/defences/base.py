@@ -83,11 +83,13 @@ class Countermove:
         distance: the distance that the defence's noise calls for: l2, l1 or cosine; "" keeps the attack's own.
         noise: standard deviation of the noise in each entry of a tensor, by its name; empty without noise. An attacker
             trades the distance against what it believes of images by this.
+        weights: factor of a tensor's part in the distance, by its name; 0 leaves it out, absent is 1.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
     distance: str = ""
     noise: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 class Releases(NamedTuple):

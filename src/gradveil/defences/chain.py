@@ -144,7 +144,10 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
 
     names = {**first.noise, **second.noise}
     noise = {name: math.hypot(first.noise.get(name, 0.0), second.noise.get(name, 0.0)) for name in names}
-    return Countermove(sent if functions else None, second.distance or first.distance, noise)
+    weights = {
+        name: first.weights.get(name, 1.0) * second.weights.get(name, 1.0) for name in (*first.weights, *second.weights)
+    }
+    return Countermove(sent if functions else None, second.distance or first.distance, noise, weights)
 
 
 class _Part(MutableMapping[str, Tensor]):

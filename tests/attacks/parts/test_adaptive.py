@@ -124,3 +124,21 @@ def test_under_noise_the_attacks_own_distance_leads_the_first_half_of_the_way(mo
     assert result.iterates.shape[0] == 8
     phases = adapted(Search(Objective("cosine")), seen).phases
     assert [phase.objective.kind for phase in phases] == ["cosine", "l2"]
+
+
+def test_a_tensor_can_be_left_out_of_the_match():
+    @dataclasses.dataclass(frozen=True)
+    class Spoilt(Defence):
+        """Sends noise in place of one tensor."""
+
+        def on_update(self, update, client):
+            name = next(iter(update.tensors))
+            spoilt = torch.randn(update.tensors[name].shape, generator=client.rng)
+            return dataclasses.replace(update, tensors={**update.tensors, name: spoilt})
+
+        def adaptive(self, seen, steps):
+            return {"others": Countermove(weights={next(iter(seen)): 0.0})}
+
+    truth, _, seen = scene(defence=Spoilt(), grants=KNOWS)
+    knowing, plain = (run(dataclasses.replace(GS, adapt=adapt), seen) for adapt in ("", "none"))
+    assert mean_psnr(truth, knowing) > mean_psnr(truth, plain) + 3

@@ -47,12 +47,12 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     if choice and choice not in moves:
         raise UnknownNameError(f"countermove to {seen.defence.spec}", choice, moves)
     move = moves[choice] if choice else next(iter(moves.values()))
-    objective = replace(search.objective, kind=move.distance or search.objective.kind)
+    objective = replace(search.objective, kind=move.distance or search.objective.kind, weights=move.weights)
     if not move.noise:
         return replace(search, objective=objective, sent=move.sent)
     pixels = seen.num_examples * math.prod(seen.shape)
     weights = {
-        name: (math.sqrt(2) / std if objective.kind == "l1" else 0.5 / std**2) / pixels
+        name: move.weights.get(name, 1.0) * (math.sqrt(2) / std if objective.kind == "l1" else 0.5 / std**2) / pixels
         for name, std in move.noise.items()
     }
     return replace(
@@ -60,7 +60,7 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
         objective=replace(objective, weights=weights, relative=False),
         priors=replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS)),
         sent=move.sent,
-        first=replace(search, sent=move.sent),
+        first=replace(search, sent=move.sent, objective=replace(search.objective, weights=move.weights)),
     )
 
 
