@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from rich.table import Table
 from gradveil.cli.display import DataRoot, Json, bar, figure, print_json, show
 from gradveil.config import make_train_settings, read_settings, with_absolute_paths
 from gradveil.errors import ConfigError
+from gradveil.registry import parse_spec
 
 
 def train_command(
@@ -104,6 +106,8 @@ def audit_command(
 
 def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[str, Any]]) -> Table:
     """What leaked under each defence and attack, and the defence's price in the same line."""
+    attacks = dict.fromkeys(row["attack"] for row in summary)
+    short = Counter(parse_spec(attack)[0] for attack in attacks)
     heads = ("defence", "attack", "attacker", "psnr", "worst", "ssim", "recognisable", "not converged", "eps")
     table = Table(*heads, "accuracy", "s/round", "overhead", title=title, title_justify="left")
     price = {row["defence"]: row for row in prices}
@@ -111,8 +115,8 @@ def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[st
         cost = price.get(row["defence"], {})
         table.add_row(
             row["defence"],
-            row["attack"],
-            "knows the defence" if row["adaptive"] else "plain",
+            name if short[name := parse_spec(row["attack"])[0]] == 1 else row["attack"],
+            "adaptive" if row["adaptive"] else "plain",
             figure(row["psnr"], ".1f"),
             figure(row["psnr_worst"], ".1f"),
             figure(row["ssim"], ".2f"),
