@@ -10,7 +10,6 @@ demo: .venv/installed  ## set three defences against two attacks on real digits,
 	$(BIN)/gradveil audit --dataset mnist-5k --model lenet-dlg --targets 8 --rounds 10 --adaptive --out runs/demo \
 	  --defences none,prune:fraction=0.7,gaussian:std=0.1,dp-sgd \
 	  --attacks gs:iterations=1200,sign=none,schedule=cosine,lr=0.3,tv=1e-6,dlg:iterations=30
-	@echo "Look at it: $(CURDIR)/runs/demo/report.html"
 
 test: check  ## everything that CI checks
 	$(BIN)/python -m pytest --doctest-modules src tests

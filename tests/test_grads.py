@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradveil.errors import ConfigError
-from gradveil.grads import batched_jvp, batched_vjp, example_gradients, jacobian_row_norms
+from gradveil.grads import batched_jvp, batched_vjp, example_gradients, jacobian_row_norms, layer_inputs
 from gradveil.models import create_model
 from gradveil.registry import components
 
@@ -204,6 +205,37 @@ def test_row_norms_exact_and_by_probes():
     assert torch.allclose(estimate, expected, rtol=0.1)
     with pytest.raises(ConfigError, match="rng"):
         jacobian_row_norms(features(network), inputs, probes=2)
+    with pytest.raises(ConfigError, match="order must be 2"):
+        jacobian_row_norms(features(network), inputs, order=1, probes=2, rng=rng)
+
+
+@pytest.mark.parametrize("order", [1.0, math.inf])
+def test_row_norms_of_other_orders(order):
+    network, inputs = build("mlp:hidden=7", (1, 3, 3), 5), torch.rand(2, 1, 3, 3).double()
+    whole = torch.autograd.functional.jacobian(features(network), inputs)
+    expected = torch.stack([torch.linalg.vector_norm(whole[n, :, n].flatten(1), order, dim=1) for n in range(2)])
+    assert torch.allclose(jacobian_row_norms(features(network), inputs, order=order, chunk=3), expected, atol=1e-12)
+
+
+def test_probes_are_unbiased_in_the_square_and_take_expanded_images():
+    network, rng = build("mlp:hidden=7", (3, 2, 2), 5), torch.Generator().manual_seed(0)
+    inputs = torch.rand(2, 1, 2, 2).double().expand(-1, 3, -1, -1)
+    expected = jacobian_row_norms(features(network), inputs).square()
+    draws = [jacobian_row_norms(features(network), inputs, probes=8, rng=rng, chunk=3).square() for _ in range(200)]
+    squares = torch.stack(draws)  # (200, 2, 5)
+    assert ((squares.mean(0) - expected).abs() < 5 * squares.std(0) / 200**0.5).all()
+    assert torch.allclose(squares.std(0) / expected, torch.tensor(2 / 8).sqrt().double(), rtol=0.4)
+
+
+def test_layer_inputs_are_what_layers_are_given():
+    network = build("mlp:hidden=7", (1, 3, 3), 5)
+    images = torch.rand(2, 1, 3, 3).double()
+    last, first = layer_inputs(network, ["linear", "linear1"], images)
+    assert torch.equal(first, images.flatten(1))
+    assert torch.equal(network.linear(last), network(images))
+    assert not any(layer._forward_pre_hooks for layer in network.modules())
+    with pytest.raises(ConfigError, match="'1' must be used once in a forward pass, got 2"):
+        layer_inputs(tied(), ["1"], torch.rand(2, 1, 2, 3))
 
 
 class _Standardised(nn.Conv2d):

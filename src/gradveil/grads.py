@@ -10,7 +10,7 @@ takes `torch.func.vmap` over its own backward, and so does a network as a whole 
 whose gradients do not add up to autograd's (a weight used behind a layer's back), which is looked at once a network.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -57,7 +57,7 @@ def example_gradients(
     """
     if len(images) % group_size:
         raise ConfigError(f"group_size must divide the {len(images)} examples, got {group_size}.")
-    _refuse_mixing_layers(network)
+    refuse_mixing_layers(network)
     wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     gradients = None
     if _by_layers_holds.get(network, True):
@@ -207,11 +207,12 @@ def _same(network: nn.Module, full: str, parameter: nn.Parameter) -> bool:
     return getattr(network.get_submodule(owner), key) is parameter
 
 
-def _refuse_mixing_layers(network: nn.Module) -> None:
+def refuse_mixing_layers(network: nn.Module) -> None:
+    """Raise where BatchNorm would make an example's output depend on the others."""
     for name, layer in network.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
             raise ConfigError(
-                f"Per-example gradients need BatchNorm in evaluation mode with running statistics, got {name!r} in "
+                f"Derivatives by example need BatchNorm in evaluation mode with running statistics, got {name!r} in "
                 "training mode, where examples are mixed. Call network.eval(), or use GroupNorm."
             )
 
@@ -237,6 +238,7 @@ def batched_vjp(outputs: Tensor, inputs: Tensor, cotangents: Tensor, *, chunk: i
 
 def batched_jvp(function: Callable[[Tensor], Tensor], inputs: Tensor, tangents: Tensor, *, chunk: int = 16) -> Tensor:
     """Jacobian-vector products in forward mode for many tangents (K, shape of inputs); returns (K, outputs)."""
+    inputs = inputs.contiguous()  # forward mode refuses expanded memory
 
     def one(tangent: Tensor) -> Tensor:
         product: Tensor = torch.func.jvp(function, (inputs,), (tangent,))[1]
@@ -246,47 +248,83 @@ def batched_jvp(function: Callable[[Tensor], Tensor], inputs: Tensor, tangents: 
     return result
 
 
+def layer_inputs(network: nn.Module, names: Sequence[str], images: Tensor) -> list[Tensor]:
+    """What the named layers are given when the network sees the images, one tensor a name; differentiable.
+
+    Each must be called exactly once in a forward pass, with one tensor.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found[name].append(inputs[0].clone())  # it may be changed in place later
+
+        return record
+
+    handles = [network.get_submodule(name).register_forward_pre_hook(recorder(name)) for name in found]
+    try:
+        network(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, calls in found.items():
+        if len(calls) != 1:
+            raise ConfigError(f"Layer {name!r} must be used once in a forward pass, got {len(calls)} uses.")
+    return [found[name][0] for name in names]
+
+
 def jacobian_row_norms(
     function: Callable[[Tensor], Tensor],
     inputs: Tensor,
     *,
+    order: float = 2.0,
     probes: int = 0,
     rng: torch.Generator | None = None,
     chunk: int = 64,
 ) -> Tensor:
-    r"""For each example n and feature i the norm :math:`\|\partial f_i(x_n) / \partial x_n\|_2`, shape (N, features).
+    r"""For each example n and feature i the norm :math:`\|\partial f_i(x_n) / \partial x_n\|_p`, shape (N, features).
 
-    Exact by batched backward passes, one a feature; or estimated for all features at once by ``probes`` forward-mode
-    products with Gaussian v, since :math:`E[(Jv)_i^2] = \|J_i\|^2`. The estimate's relative standard deviation is about
-    :math:`1 / \sqrt{2\,\text{probes}}`.
+    Exact by batched backward passes, one a feature; or, for the Euclidean norm, estimated for all features at once by
+    ``probes`` forward-mode products with Gaussian v, since :math:`E[(Jv)_i^2] = \|J_i\|_2^2`. The estimate's relative
+    standard deviation is about :math:`1 / \sqrt{2\,\text{probes}}`.
 
     Args:
         function: maps (N, ...) to (N, features), each example by itself.
         inputs: (N, ...).
+        order: p of the norm, infinity included.
         probes: 0 is exact.
         rng: needed for probes; a CPU generator.
         chunk: products taken together.
     """
     if probes:
-        if rng is None:
-            raise ConfigError("probes need a random generator, got rng=None.")
-        tangents = torch.randn(probes, *inputs.shape, generator=rng, dtype=inputs.dtype).to(inputs.device)
-        return batched_jvp(function, inputs.detach(), tangents, chunk=chunk).square().mean(0).sqrt()
+        return _estimated_row_norms(function, inputs.detach(), order, probes, rng, chunk)
     leaf = inputs.detach().requires_grad_()
     with torch.enable_grad():
         features = function(leaf)  # (N, features)
-    num_features = features.shape[1]
-    norms = [
-        batched_vjp(
-            features,
-            leaf,
-            torch.eye(num_features, dtype=features.dtype, device=features.device)[some]
-            .unsqueeze(1)
-            .expand(-1, len(features), -1),
-            chunk=chunk,
-        )
-        .flatten(2)
-        .norm(dim=2)
-        for some in torch.split(torch.arange(num_features), chunk)
-    ]
+    norms = []
+    for some in torch.split(torch.arange(features.shape[1], device=features.device), chunk):
+        rows = F.one_hot(some, features.shape[1]).to(features)  # (chunk, features)
+        products = batched_vjp(features, leaf, rows.unsqueeze(1).expand(-1, len(features), -1), chunk=chunk)
+        norms.append(torch.linalg.vector_norm(products.flatten(2), order, dim=2))
     return torch.cat(norms).T.detach()
+
+
+def _estimated_row_norms(
+    function: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    order: float,
+    probes: int,
+    rng: torch.Generator | None,
+    chunk: int,
+) -> Tensor:
+    if rng is None:
+        raise ConfigError("probes need a random generator, got rng=None.")
+    if order != 2:
+        raise ConfigError(f"probes estimate the Euclidean norm only, order must be 2 with them, got {order:g}.")
+    total = torch.zeros((), dtype=inputs.dtype, device=inputs.device)
+    with torch.no_grad():
+        for start in range(0, probes, chunk):
+            shape = (min(chunk, probes - start), *inputs.shape)
+            tangents = torch.randn(shape, generator=rng, dtype=inputs.dtype).to(inputs.device)
+            total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
+    return (total / probes).sqrt()

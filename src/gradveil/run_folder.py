@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml
 from gradveil.data import Dataset
-from gradveil.errors import DataError, RunFolderError
+from gradveil.errors import ConfigError, DataError, RunFolderError
 from gradveil.storage import load_tensors, read_metadata, save_tensors, write_atomic
+from gradveil.validate import is_file
 
 try:
     import fcntl
@@ -172,8 +173,10 @@ def _hash(settings: TrainSettings) -> str:
 def fingerprint(dataset: Dataset, files: Iterable[str]) -> str:
     """A short hash of what settings only point to: labels, a thousand images, and the files that are named."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in files:
-        digest.update(Path(path).read_bytes() if path else b"")
+    for path in filter(None, files):
+        if not is_file(Path(path)):
+            raise ConfigError(f"{path} must be a file that exists, got no such file.")
+        digest.update(Path(path).read_bytes())
     for split in (dataset.train, dataset.test):
         digest.update(repr((split.images.shape, str(split.images.dtype))).encode())
         digest.update(np.ascontiguousarray(split.labels).tobytes())

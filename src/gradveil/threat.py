@@ -197,7 +197,8 @@ class Reconstruction:
         loss: (T,) the attacker's own loss, by which it chose among its restarts and iterates.
         converged: (T,) bool: whether the attack met its own criterion.
         why: (T) what to say of a target where something was odd, else "".
-        iterates: (steps, T, B, C, H, W) pictures on the way, for the report; may be empty.
+        iterates: (K, T, B, C, H, W) pictures on the way, for the report; may be empty.
+        steps: (K) after how many steps of the search each of them was taken.
     """
 
     images: Tensor
@@ -206,3 +207,4 @@ class Reconstruction:
     converged: Tensor
     why: tuple[str, ...] = ()
     iterates: Tensor = field(default_factory=lambda: torch.empty(0))
+    steps: tuple[int, ...] = ()

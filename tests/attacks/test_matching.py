@@ -170,3 +170,34 @@ def test_a_picture_of_one_row_has_no_vertical_variation():
     private = [Batch(torch.rand(1, 1, 1, 16), torch.tensor([1]), torch.zeros(1) > 0)]
     seen = observe(network, private, threat=ThreatModel.of("num-examples"), num_classes=3)
     assert run(Gs(iterations=3), seen).loss.isfinite().all()
+
+
+@pytest.mark.parametrize("attack", [Dlg(iterations=2), Idlg(iterations=2), Gs(iterations=5)])
+@pytest.mark.parametrize(("parts", "kept"), [("convolutions", "conv"), ("linear", "fc")])
+def test_only_the_chosen_parts_are_matched(attack, parts, kept):
+    _, _, seen = scene()
+    rest = {name: tensor if name.startswith(kept) else 3 * tensor for name, tensor in seen.updates.items()}
+    chosen = replace(attack, parts=parts)
+    one, other = run(chosen, seen), run(chosen, replace(seen, updates=rest))
+    assert torch.equal(one.images, other.images)
+    assert torch.equal(one.loss, other.loss)
+    assert not torch.equal(run(attack, seen).loss, one.loss)
+
+
+def test_the_linear_layer_alone_gives_the_picture_away():
+    truth, _, seen = scene(targets=1)
+    attack = Gs(iterations=400, sign="none", schedule="cosine", lr=0.3, parts="linear")
+    assert psnr(truth[0], run(attack, seen).images[0]) > 20
+
+
+def test_parts_that_a_network_lacks_are_refused():
+    network = create_model("logistic", (1, 4, 4), 3, 0)
+    private = [Batch(torch.rand(1, 1, 4, 4), torch.tensor([1]), torch.zeros(1) > 0)]
+    seen = observe(network, private, threat=ThreatModel.of("num-examples"), num_classes=3)
+    with pytest.raises(ConfigError, match="parts=convolutions must leave some tensor"):
+        run(Gs(iterations=1, parts="convolutions"), seen)
+
+
+def test_an_unknown_part_is_refused():
+    with pytest.raises(ConfigError, match="parts"):
+        Gs(parts="head")

@@ -235,11 +235,6 @@ def test_local_updates_and_more_knowledge(small, tmp_path):
     assert result.rows[0]["knows"] == ["class-averages", "local-steps", "num-examples"]
 
 
-def test_an_attack_that_lacks_knowledge_fails_its_cell(small, tmp_path):
-    result = audit(small(knows="labels", rounds=0), tmp_path / "run", workers=0)
-    assert "needs num-examples" in next(iter(result.failed.values()))
-
-
 def test_dp_sgd_states_its_budget_in_every_row(small, tmp_path):
     result = audit(small(defences="dp-sgd:noise=2.0"), tmp_path / "run", workers=0)
     for row in result.rows:
@@ -250,3 +245,66 @@ def test_dp_sgd_states_its_budget_in_every_row(small, tmp_path):
             assert row["delta"] == 1e-5
     utility, privacy = (next(r for r in result.rows if r["kind"] == k and r["epsilon"]) for k in ("utility", "privacy"))
     assert utility["epsilon"] != privacy["epsilon"]  # of a whole training, and of one step on all images
+
+
+LETHAL = """
+import os
+from dataclasses import dataclass
+from gradveil.defences import Defence
+
+@dataclass(frozen=True)
+class Lethal(Defence):
+    def on_update(self, update, client):
+        os._exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_worker_takes_its_own_cell_alone(small, tmp_path):
+    (tmp_path / "lethal.py").write_text(LETHAL)
+    settings = small(defences=f"{tmp_path}/lethal.py:Lethal,prune", rounds=0)
+    result = audit(settings, tmp_path / "run", workers=2)
+    assert [why.split(": ", 1)[1] for why in result.failed.values()] == [
+        "WorkerError: the worker process was lost, perhaps for want of memory"
+    ]
+    assert sum(not row["failed"] for row in result.rows) == 4
+    assert {row["defence"] for row in result.rows if row["failed"]} == {f"{tmp_path}/lethal.py:Lethal"}
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', '["x"]', '[{"failed": false}]', "[", "[]"])
+def test_an_odd_cell_file_is_worked_out_again(small, tmp_path, content):
+    settings = small(rounds=0, attacks="gs:iterations=2")
+    first = audit(settings, tmp_path / "run", workers=0)
+    (tmp_path / "run" / "cells" / "privacy-00000.json").write_text(content)
+    again = audit(settings, tmp_path / "run", workers=0, resume=True)
+    assert timeless(again.rows) == timeless(first.rows)
+
+
+def test_missing_pictures_are_made_again(small, tmp_path):
+    settings = small(rounds=0, attacks="gs:iterations=2")
+    audit(settings, tmp_path / "run", workers=0)
+    pictures = tmp_path / "run" / "cells" / "privacy-00000.safetensors"
+    before = pictures.read_bytes()
+    pictures.unlink()
+    audit(settings, tmp_path / "run", workers=0, resume=True)
+    assert pictures.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model": "lenet6"}, "Unknown model 'lenet6'"),
+        ({"partition": "by-clas"}, "Unknown partition"),
+        ({"knows": "labels"}, "needs num-examples, got knows without it"),
+        ({"weights": "no-such-file"}, "No such file or directory: no-such-file"),
+    ],
+)
+def test_what_would_make_every_cell_fail_is_found_before_any_work(small, tmp_path, change, text):
+    with pytest.raises(ConfigError, match=text):
+        audit(small(**change), tmp_path / "run", workers=0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_lpips_is_measured_with_the_weights_of_the_data_root(small, tmp_path, real_data):
+    result = audit(small(rounds=0, attacks="gs:iterations=2"), tmp_path / "run", workers=0, data_root=real_data)
+    assert all(row["lpips"] > 0 and not row["why"] for row in result.rows)

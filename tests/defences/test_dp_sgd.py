@@ -262,7 +262,9 @@ def test_the_attacker_clips_its_guess_and_knows_the_noise():
         sent = move.sent(guess, seen)
         assert torch.allclose(sent["w"], torch.tensor([[4 / 3, 4 / 3], [0.1, 0.1]]))
         assert torch.allclose(sent["b"], torch.tensor([2 / 3, 0.1]))
-    assert all(std > 0 for std in DpSgd(noise=0.0).adaptive(seen, [1.0])["likelihood"].noise.values())
+    assert list(DpSgd(noise=0.0).adaptive(seen, [1.0])) == ["again"]
+    of_four = DpSgd(clip=2.0, noise=0.5).adaptive(seen, [0.3, 0.4], batch_size=4)["likelihood"]
+    assert of_four.noise == pytest.approx(dict.fromkeys(seen, 2.0 * 0.5 * 0.5 / 0.7 / 4))
 
 
 @pytest.mark.parametrize("wrong", ["clip=0", "noise=-1", "delta=0", "delta=1", "sampling=uniform", "accountant=gdp"])

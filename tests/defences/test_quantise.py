@@ -97,16 +97,29 @@ def test_tiny_zero_empty_and_half(how):
         assert bool((result == 0).all()) or bool(tensor.any())
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_to_the_attacker_the_true_gradient_explains_all_that_it_saw(stochastic):
+def test_to_the_attacker_the_true_gradient_explains_all_that_it_saw():
     torch.manual_seed(0)
     true = {"a": torch.randn(3, 40), "b": torch.randn(3), "c": torch.zeros(3, 0)}
-    defence = Quantise(bits=3, stochastic=stochastic)
+    defence = Quantise(bits=3)
     rows = [defence.perturb({name: tensor[t] for name, tensor in true.items()}, rng(t)) for t in range(3)]
     seen = {name: torch.stack([row[name] for row in rows]) for name in true}
     ((name, move),) = defence.adaptive(seen, [0.1]).items()
     assert (name, move.distance, move.noise) == ("cell", "l2", {})
     assert all(torch.allclose(tensor, seen[key], atol=1e-6) for key, tensor in move.sent(true, seen).items())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_to_the_attacker_rounding_at_random_is_noise_of_the_right_strength(bits):
+    torch.manual_seed(123)  # not the seeds of the rounding
+    true = {"a": torch.rand(2, 20_000) * 2 - 1, "b": torch.randn(2), "c": torch.zeros(2, 0)}
+    defence = Quantise(bits=bits, stochastic=True)
+    rows = [defence.perturb({name: tensor[t] for name, tensor in true.items()}, rng(t)) for t in range(2)]
+    seen = {name: torch.stack([row[name] for row in rows]) for name in true}
+    ((name, move),) = defence.adaptive(seen, [0.1]).items()
+    assert (name, move.distance, move.sent) == ("likelihood", "l2", None)
+    spread = (seen["a"] - true["a"]).std().item()
+    assert move.noise["a"] == pytest.approx(spread, rel=0.05 if bits > 1 else 0.3)  # an upper bound for one bit
+    assert move.noise["a"] >= 0.99 * spread
 
 
 def test_what_lies_outside_the_cell_counts():

@@ -98,8 +98,8 @@ class Made:
                 "guessed": torch.ones(guess.shape[:2], dtype=torch.uint8),
                 "iterates": as_bytes(pictures if self.iterates else pictures[:0]),
                 "labels": labels[targets.start : targets.stop],
+                "steps": torch.tensor(STEPS if self.iterates else (), dtype=torch.int64),
             },
-            {"steps": ",".join(map(str, STEPS if self.iterates else ()))},
         )
         knows = ["labels", "num-examples", "defence"] if what["adaptive"] else ["labels", "num-examples"]
         return [

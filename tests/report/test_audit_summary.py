@@ -140,7 +140,7 @@ def test_what_knowing_the_defence_is_worth(adaptive, expected):
     [
         ([], "1 of 1."),
         ([utility_row("a", 0.5)], "1 of 1; accuracy is 50.0 %."),
-        ([utility_row("none", 0.5), utility_row("a", 0.5001)], "1 of 1; accuracy stays at 50.0 %."),
+        ([utility_row("none", 0.5), utility_row("a", 0.5001)], "1 of 1; accuracy is about the same (50.0 %)."),
         ([utility_row("none", 0.5), utility_row("a", 0.6)], "1 of 1; accuracy rises from 50.0 % to 60.0 %."),
     ],
 )

@@ -36,6 +36,7 @@ class Dlg(Matching):
         keep: iterates kept for the report, beside the start.
         compile: on, off or auto.
         adapt: which countermove to a known defence; the first by default, none for none.
+        parts: which layers' gradients are matched: all, convolutions or linear (WG, CLG and Rep in Soteria's Figure 3).
         lr: L-BFGS's rate.
     """
 

@@ -41,6 +41,7 @@ class Gradinversion(Matching):
         keep: iterates kept for the report, beside the start.
         compile: on, off or auto.
         adapt: which countermove to a known defence; the first by default, none for none.
+        parts: which layers' gradients are matched: all, convolutions or linear.
         labels: distinct (published), or counted for batches in which labels repeat.
         lr: Adam's rate.
         tv: weight of total variation.

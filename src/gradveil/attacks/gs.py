@@ -38,6 +38,7 @@ class Gs(Matching):
         keep: iterates kept for the report, beside the start.
         compile: on, off or auto.
         adapt: which countermove to a known defence; the first by default, none for none.
+        parts: which layers' gradients are matched: all, convolutions or linear.
         tv: weight of total variation (mean absolute difference, in normalised units).
         lr: Adam's rate.
         schedule: of the rate: steps (published), cosine or constant.

@@ -30,6 +30,7 @@ class Idlg(Dlg):
         keep: as in DLG.
         compile: as in DLG.
         adapt: as in DLG.
+        parts: as in DLG; the label is read off the last layer all the same.
         lr: as in DLG.
     """
 

@@ -13,7 +13,7 @@ from gradveil.attacks.parts.adaptive import adapted
 from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
 from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs
-from gradveil.attacks.parts.search import Search, Step, Task
+from gradveil.attacks.parts.search import PARTS, Search, Step, Task, restricted
 from gradveil.attacks.parts.starts import check_start
 from gradveil.progress import part, tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -34,6 +34,7 @@ class Matching(Attack):
         keep: iterates kept for the report, beside the start.
         compile: on, off, or auto: for long searches of single steps, where there is a compiler.
         adapt: which of a known defence's countermoves to play; by default the first, ``none`` plays none.
+        parts: which tensors are matched: all, those of convolutions or those of linear layers.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
@@ -47,6 +48,7 @@ class Matching(Attack):
     keep: int = 0
     compile: str = "auto"
     adapt: str = ""
+    parts: str = "all"
 
     def __post_init__(self) -> None:
         in_range("iterations", self.iterations, 1)
@@ -57,6 +59,7 @@ class Matching(Attack):
         check_start(self.start)
         one_of("local", self.local, WAYS)
         one_of("compile", self.compile, ["auto", "on", "off"])
+        one_of("parts", self.parts, PARTS)
 
     @abstractmethod
     def search(self, seen: Observation) -> Search:
@@ -74,7 +77,7 @@ class Matching(Attack):
 def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconstruction:
     """All targets, in chunks; the restarts of a target stay in one chunk."""
     targets, restarts = seen.num_targets, attack.restarts
-    search = adapted(attack.search(seen), seen, attack.adapt)
+    search = restricted(adapted(attack.search(seen), seen, attack.adapt), attack.parts, seen.network, seen.updates)
     labels = attack.labels_of(seen)
     replay = replay_of(seen, attack.local, rng)
     rows = torch.arange(targets).repeat_interleave(restarts)
@@ -104,10 +107,17 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
         images=torch.cat([each.images for each in found])[best],
         labels=torch.cat([each.labels for each in found])[best],
         loss=loss[best],
-        converged=(loss <= _CONVERGED * torch.cat([each.of_nothing for each in found]))[best],
+        converged=(loss <= torch.cat([each.enough for each in found]))[best],
         iterates=torch.cat([each.iterates for each in found], 1)[:, best],
         why=tuple(notes[row] for row in best.tolist()),
+        steps=_frames(attack, len(steps)),
     )
+
+
+def _frames(attack: Matching, phases: int) -> tuple[int, ...]:
+    """After how many steps of all phases a picture is kept."""
+    whole = attack.iterations * phases
+    return tuple(dict.fromkeys(round(i * whole / attack.keep) for i in range(attack.keep + 1))) if attack.keep else ()
 
 
 def _dealt(labels: Tensor, replay: Replay, rng: torch.Generator) -> Tensor:
@@ -134,22 +144,21 @@ class _Found(NamedTuple):
     images: Tensor
     labels: Tensor
     loss: Tensor
-    of_nothing: Tensor
+    enough: Tensor
     iterates: Tensor
     notes: list[str]
 
 
 def _search(attack: Matching, steps: Sequence[Step], task: Task, rng: torch.Generator) -> _Found:
-    """One chunk, from its start to the best iterate of each row; each step has its share of the way."""
+    """One chunk, from its start to the best iterate of each row; each phase starts where the one before was best."""
     last, shown, number = steps[-1], list[Tensor](), 0
-    frames = {round(i * attack.iterations / attack.keep) for i in range(attack.keep + 1)} if attack.keep else set()
+    frames, whole = _frames(attack, len(steps)), attack.iterations * len(steps)
     best = _Best(steps[0].begin(attack.start, task, rng))
-    for index, step in enumerate(steps):
+    for step in steps:
         best = _Best(best.variables)
-        share = attack.iterations * (index + 1) // len(steps) - attack.iterations * index // len(steps)
-        for rows, flat, loss in _descend(attack, step, task, best, share, rng):
+        for rows, flat, loss in _descend(attack, step, task, best, rng):
             best.offer(rows, flat, loss)
-            tell(number / attack.iterations)
+            tell(number / whole)
             if number in frames:
                 shown.append(step.pictures(best.variables))
             number += 1
@@ -160,15 +169,19 @@ def _search(attack: Matching, steps: Sequence[Step], task: Task, rng: torch.Gene
     labels = task.labels if task.labels is not None else targets.argmax(1).view(task.rows, -1)
     iterates = torch.stack(shown[: len(frames)]) if shown else pictures.new_empty(0, *pictures.shape)
     notes = _noted(last, task, pictures, targets, best.loss)
-    return _Found(pictures, labels, best.loss, last.search.objective.of_nothing(task.wanted), iterates, notes)
+    nothing = last.search.objective.of_nothing(task.wanted)
+    enough = (_CONVERGED * nothing).clamp_min(_NOISY * last.search.residual)
+    return _Found(pictures, labels, best.loss, enough, iterates, notes)
 
 
 _CONVERGED = 1e-3
 """A loss counts as converged from this share of a zero guess's distance on."""
+_NOISY = 1.25
+"""Under known noise also from this multiple of the distance on that the truth itself would have."""
 
 
 def _descend(
-    attack: Matching, step: Step, task: Task, best: "_Best", iterations: int, rng: torch.Generator
+    attack: Matching, step: Step, task: Task, best: "_Best", rng: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield rows, iterates and their losses. Targets that are done leave, unless the step is compiled for all."""
     search, variables = step.search, best.variables
@@ -179,7 +192,7 @@ def _descend(
         optimiser = BatchedAdam(
             variables,
             lr=search.lr,
-            steps=iterations,
+            steps=attack.iterations,
             schedule=search.schedule,
             sign=search.sign,
             noise=search.noise,
@@ -188,7 +201,7 @@ def _descend(
         )
     closure = step.closure(task)
     enough = attack.stop_below * search.objective.of_nothing(task.wanted)
-    for _ in range(iterations):
+    for _ in range(attack.iterations):
         before = optimiser.variables
         yield rows, before, optimiser.step(closure)
         if attack.stop_below:

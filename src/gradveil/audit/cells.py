@@ -1,33 +1,59 @@
 """Work out one cell of an audit; a cell that fails leaves rows that say why."""
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gradveil.attacks import build_attack
 from gradveil.audit.plan import Cell, Rows, facts_of
 from gradveil.audit.privacy import PRIVACY, attack_cell
 from gradveil.audit.settings import AuditSettings
 from gradveil.audit.utility import UTILITY, price_cell
 from gradveil.data import Dataset
-from gradveil.engines.simulation import single_thread
-from gradveil.errors import GradveilError
+from gradveil.data.federated import federate
+from gradveil.engines.devices import make_network
+from gradveil.engines.simulation import check_output, chosen_normalisation, single_thread
+from gradveil.errors import ConfigError, GradveilError
+from gradveil.threat import ThreatModel
 
 COLUMNS = list(dict.fromkeys([*PRIVACY, *UTILITY]))
 """Of rows.csv."""
 
 
-def run_cell(cell: Cell, settings: AuditSettings, dataset: Dataset) -> tuple[Rows, dict[str, Tensor]]:
-    """The cell's rows, and its pictures by name. They depend on the settings alone; it takes one torch thread."""
+def run_cell(
+    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None
+) -> tuple[Rows, dict[str, Tensor]]:
+    """The cell's rows, and its pictures by name. They depend on the settings alone; it takes one torch thread.
+
+    ``root`` is the data root, where weights of metrics lie.
+    """
     try:
         with single_thread():
             if cell.kind == "utility":
                 return price_cell(cell, settings, dataset), {}
-            return attack_cell(cell, settings, dataset)
+            return attack_cell(cell, settings, dataset, root)
     except GradveilError as error:
         return failed_rows(cell, f"{type(error).__name__}: {error}"), {}
     except Exception as error:  # a user's own component, or torch's out of memory: the other cells go on
         first = (str(error).splitlines() or [""])[0]
         return failed_rows(cell, f"{type(error).__name__}: {first}"), {}
+
+
+def check(settings: AuditSettings, dataset: Dataset) -> None:
+    """Find before any work what would make every cell fail: the model, the partition, what the attacks need to know."""
+    knows = ThreatModel.of(*settings.knows).knows
+    for spec in settings.attacks:
+        lacking = sorted(knowledge.value for knowledge in build_attack(spec).needs - knows)
+        if lacking:
+            raise ConfigError(f"Attack {spec!r} needs {', '.join(lacking)}, got knows without it. Add it to --knows.")
+    training = settings.training("none", settings.seed)
+    normalisation = chosen_normalisation(settings.normalise, dataset)
+    network = make_network(training, dataset.shape, dataset.num_classes, normalisation)
+    check_output(network, dataset.shape, dataset.num_classes, torch.device("cpu"))
+    if settings.rounds:
+        federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)
 
 
 def failed_rows(cell: Cell, why: str) -> Rows:

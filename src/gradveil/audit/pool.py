@@ -8,21 +8,19 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
-from multiprocessing.synchronize import Event
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
 from gradveil.audit.cells import failed_rows, run_cell
 from gradveil.audit.plan import Cell, Rows
-from gradveil.audit.privacy import iterate_steps
 from gradveil.audit.settings import AuditSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.progress import listening, tell
@@ -54,7 +52,7 @@ def work_through(
     for number, cell in enumerate(cells):
         with listening(partial(_show, progress, number, cell.title)):
             tell(0.0)
-            finished(cell, _save(cell, *run_cell(cell, settings, dataset), out))
+            finished(cell, _save(cell, *run_cell(cell, settings, dataset, data_root), out))
 
 
 def _show(progress: Progress, number: int, title: str, share: float) -> None:
@@ -64,7 +62,7 @@ def _show(progress: Progress, number: int, title: str, share: float) -> None:
 def _save(cell: Cell, rows: Rows, pictures: dict[str, Tensor], out: Path) -> Rows:
     """Pictures first, rows last: where a cell's rows are, all of it is there."""
     if pictures:
-        write_atomic(out / "cells" / f"{cell.name}.safetensors", to_safetensors(pictures, iterate_steps(cell)))
+        write_atomic(out / "cells" / f"{cell.name}.safetensors", to_safetensors(pictures))
         truth = load_tensors(out / "truth.safetensors")["images"][cell.first : cell.last]
         lines = [images.flatten(0, 1).double() / 255 for images in (truth, pictures["images"])]
         slug = re.sub(r"[^A-Za-z0-9.=]+", "-", f"{cell.defence} {cell.attack} {'adaptive' * cell.adaptive}").strip("-")
@@ -85,84 +83,105 @@ def _in_workers(
     finished: Finished,
     progress: Progress,
 ) -> None:
-    """At most one cell a worker is handed out, so that a lost worker is known by its cell; then new ones start."""
-    waiting = deque(cells)
-    while waiting:
-        context = multiprocessing.get_context("spawn")
-        shared = _Shared(settings, out, data_root, context.Array("d", count), context.Value("i", 0), context.Event())
-        running: dict[Future[Rows], Cell] = {}
-        try:
-            with ProcessPoolExecutor(count, context, _begin, (shared,)) as pool, _stopping(shared):
-                while waiting or running:
-                    while waiting and len(running) < count:
-                        cell = waiting.popleft()
-                        running[pool.submit(_work, cell)] = cell
-                    for future in wait(running, TICK, FIRST_COMPLETED).done:
-                        rows = future.result()
-                        finished(running.pop(future), rows)
-                    done = len(cells) - len(waiting) - len(running)
-                    doing = "; ".join(cell.title for cell in running.values())
-                    progress(done + sum(shared.shares[:]), doing)
-        except BrokenProcessPool:
-            why = "WorkerError: a worker process was lost, perhaps for want of memory"
-            for cell in running.values():  # one of them took its worker with it
-                finished(cell, _save(cell, failed_rows(cell, why), {}, out))
+    """One cell a worker at a time. A lost worker takes its own cell with it, and another one starts in its place."""
+    waiting, done = deque(cells), 0
+    task = _Task(settings, out, data_root, os.getpid())
+    workers = [_Worker(task) for _ in range(count)]
+    try:
+        while done < len(cells):
+            for index, worker in enumerate(workers):
+                if worker.cell is None and waiting:
+                    if worker.takes(waiting[0]):
+                        waiting.popleft()
+                    else:
+                        workers[index] = _Worker(task)  # it was lost while it had nothing to do
+            busy = {worker.connection: worker for worker in workers if worker.cell is not None}
+            for connection in wait(list(busy), TICK):
+                worker = busy[cast(Connection, connection)]
+                rows = worker.hears()
+                if rows is None:
+                    continue
+                cell, worker.cell, worker.share = cast(Cell, worker.cell), None, 0.0
+                if not rows:  # the worker is gone
+                    why = "WorkerError: the worker process was lost, perhaps for want of memory"
+                    rows = _save(cell, failed_rows(cell, why), {}, out)
+                    workers[workers.index(worker)] = _Worker(task)
+                finished(cell, rows)
+                done += 1
+            titles = [worker.cell.title for worker in workers if worker.cell is not None]
+            progress(done + sum(worker.share for worker in workers), "; ".join(titles))
+    finally:
+        for worker in workers:
+            worker.process.kill()
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """What every worker is given: the task, how far each is, how many there are, and whether to stop at once."""
+class _Task:
+    """What every worker is given."""
 
     settings: AuditSettings
     out: Path
     data_root: Path | None
-    shares: "SynchronizedArray[float]"
-    begun: "Synchronized[int]"
-    stop: Event
-
-
-@contextlib.contextmanager
-def _stopping(shared: _Shared) -> Iterator[None]:
-    """Whatever goes wrong here ends the workers too, in the middle of their cells."""
-    try:
-        yield
-    except BaseException:
-        shared.stop.set()
-        raise
+    parent: int
 
 
 class _Worker:
-    """What a worker process holds from cell to cell."""
+    """The near side of a worker process: one pipe, through which cells go out, and shares and rows come back."""
 
-    shared: _Shared
-    dataset: Dataset
-    slot: int
+    def __init__(self, task: _Task) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, task))
+        self.process.start()
+        theirs.close()
+        self.cell: Cell | None = None
+        self.share = 0.0
+
+    def takes(self, cell: Cell) -> bool:
+        """Hand out a cell; False if nobody is there to take it."""
+        try:
+            self.connection.send(cell)
+        except OSError:
+            return False
+        self.cell = cell
+        return True
+
+    def hears(self) -> Rows | None:
+        """What came: None of a cell that goes on, its rows when it is done, no rows if the worker is gone."""
+        try:
+            message: float | Rows = self.connection.recv()
+        except (EOFError, OSError):
+            return []
+        if isinstance(message, float):
+            self.share = message
+            return None
+        return message
 
 
-def _begin(shared: _Shared) -> None:
-    """Set up a worker process; it ends with the process that started it, even if that was killed."""
+def _serve(connection: Connection, task: _Task) -> None:
+    """The far side: work out cells until the process that sends them is gone, even if that was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    parent = os.getppid()
 
     def watch() -> None:
-        while not shared.stop.wait(TICK) and os.getppid() == parent:
-            pass
+        while os.getppid() == task.parent:
+            time.sleep(TICK)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    with shared.begun.get_lock():
-        _Worker.slot = shared.begun.value
-        shared.begun.value += 1
-    _Worker.shared = shared
-    _Worker.dataset = load_dataset(shared.settings.dataset, shared.data_root)
+    dataset = load_dataset(task.settings.dataset, task.data_root)
+    told = 0.0
 
+    def tell_now_and_then(share: float) -> None:
+        nonlocal told
+        if time.monotonic() - told > TICK:
+            told = time.monotonic()
+            connection.send(float(share))
 
-def _work(cell: Cell) -> Rows:
-    """One cell, in a worker process."""
-    shared, slot = _Worker.shared, _Worker.slot
-    try:
-        with listening(lambda share: shared.shares.__setitem__(slot, share)), contextlib.redirect_stdout(sys.stderr):
-            rows, pictures = run_cell(cell, shared.settings, _Worker.dataset)
-        return _save(cell, rows, pictures, shared.out)
-    finally:
-        shared.shares[slot] = 0.0
+    while True:
+        try:
+            cell: Cell = connection.recv()
+        except EOFError:
+            return
+        with listening(tell_now_and_then), contextlib.redirect_stdout(sys.stderr):
+            rows, pictures = run_cell(cell, task.settings, dataset, task.data_root)
+        connection.send(_save(cell, rows, pictures, task.out))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,7 +35,9 @@ PRIVACY = (
 )  # fmt: skip
 
 
-def attack_cell(cell: Cell, settings: AuditSettings, dataset: Dataset) -> tuple[Rows, dict[str, Tensor]]:
+def attack_cell(
+    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None
+) -> tuple[Rows, dict[str, Tensor]]:
     """Rows and pictures of one cell's targets."""
     private = private_batches(settings, dataset)[cell.first : cell.last]
     defence, attack = build_defence(cell.defence), _keeping(build_attack(cell.attack))
@@ -43,7 +46,7 @@ def attack_cell(cell: Cell, settings: AuditSettings, dataset: Dataset) -> tuple[
     result = attack(seen, stream(cell.seed, "attack", cell.first))
     share = (time.perf_counter() - started) / len(private)
     budget = defence.budget(_local(settings, cell).releases(settings.images))
-    return _scored(cell, seen, result, private, budget, share)
+    return _scored(cell, seen, result, private, budget, share, root)
 
 
 def _keeping(attack: Attack) -> Attack:
@@ -51,14 +54,6 @@ def _keeping(attack: Attack) -> Attack:
     if isinstance(attack, Matching) and not attack.keep:
         return dataclasses.replace(attack, keep=min(ITERATES, attack.iterations))
     return attack
-
-
-def iterate_steps(cell: Cell) -> dict[str, str]:
-    """After how many steps each of the pictures on the way was taken, for the file that holds them."""
-    attack = _keeping(build_attack(cell.attack))
-    if not isinstance(attack, Matching):
-        return {}
-    return {"steps": ",".join(str(round(i * attack.iterations / attack.keep)) for i in range(attack.keep + 1))}
 
 
 def _observed(
@@ -112,10 +107,11 @@ def _scored(
     private: list[Batch],
     budget: Budget | None,
     seconds: float,
+    root: Path | None,
 ) -> tuple[Rows, dict[str, Tensor]]:
     truth = torch.stack([batch.images for batch in private])
     guess = torch.stack([align(*pair) for pair in zip(truth, result.images.cpu(), strict=True)])
-    figures, reasons = score_targets(truth, guess)
+    figures, reasons = score_targets(truth, guess, root)
     rows = []
     for number, batch in enumerate(private):
         loss = float(result.loss[number])
@@ -146,6 +142,7 @@ def _pictures(truth: Tensor, guess: Tensor, result: Reconstruction) -> dict[str,
         "guessed": guess.flatten(2).isfinite().all(2).to(torch.uint8),
         "iterates": _bytes(iterates),
         "labels": result.labels.cpu(),
+        "steps": torch.tensor(result.steps, dtype=torch.int64),
     }
 
 

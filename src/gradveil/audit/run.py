@@ -13,11 +13,12 @@ from typing import Any
 import tomli_w
 import torch
 
-from gradveil.audit.cells import COLUMNS
+from gradveil.audit.cells import COLUMNS, check
 from gradveil.audit.plan import Cell, Rows, plan
 from gradveil.audit.pool import work_through
-from gradveil.audit.privacy import private_batches
+from gradveil.audit.privacy import PRIVACY, private_batches
 from gradveil.audit.settings import AuditSettings, make_audit_settings
+from gradveil.audit.utility import UTILITY
 from gradveil.config import read_settings, to_toml
 from gradveil.data import Dataset, load_dataset
 from gradveil.engines.simulation import num_workers, usable_device
@@ -75,6 +76,7 @@ def audit(
     cells = plan(settings)
     count = num_workers(workers, len(cells)) if on_cpu else 0
     dataset = load_dataset(settings.dataset, data_root)
+    check(settings, dataset)
     with RunFolder(out) as folder:
         found = _begin(folder, settings, dataset, cells, resume=resume)
         written = time.perf_counter()
@@ -143,7 +145,7 @@ def _begin(
         "labels": torch.stack([batch.labels for batch in private]),
     }
     save_tensors(folder.path / "truth.safetensors", truth)
-    found = {cell.name: rows for cell in cells if (rows := _finished(folder.path / "cells" / f"{cell.name}.json"))}
+    found = {cell.name: rows for cell in cells if (rows := _finished(folder.path / "cells", cell))}
     write_atomic(folder.path / "rows.jsonl", to_lines(_in_order(cells, found)))
     return found
 
@@ -179,13 +181,18 @@ def _check_same(path: Path, settings: AuditSettings, identity: Mapping[str, str]
         )
 
 
-def _finished(path: Path) -> Rows:
-    """The rows of a cell that was finished; none where it was not, or failed."""
+def _finished(folder: Path, cell: Cell) -> Rows:
+    """The rows of a cell that was finished and is whole; none where it was not, or failed."""
     try:
-        rows: Rows = json.loads(path.read_bytes())
+        rows = json.loads((folder / f"{cell.name}.json").read_bytes())
     except (OSError, ValueError):
         return []
-    return [] if any(row.get("failed", True) for row in rows) else rows
+    keys, wanted = (UTILITY, 1) if cell.kind == "utility" else (PRIVACY, cell.last - cell.first)
+    whole = isinstance(rows, list) and len(rows) == wanted and all(isinstance(row, dict) for row in rows)
+    if not whole or any(set(keys) - row.keys() or row["failed"] for row in rows):
+        return []
+    there = cell.kind == "utility" or (folder / f"{cell.name}.safetensors").is_file()
+    return rows if there else []
 
 
 def _in_order(cells: Iterable[Cell], found: Mapping[str, Rows]) -> Rows:

@@ -3,16 +3,18 @@
 import dataclasses
 import statistics
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from gradveil.audit.plan import Cell, Rows, facts_of, finite
 from gradveil.audit.settings import AuditSettings
 from gradveil.data import Dataset
+from gradveil.defences import Budget
 from gradveil.engines.devices import local_settings
 from gradveil.engines.simulation import Simulation
 from gradveil.progress import tell
 
-TIMED_ROUNDS = 5
+TIMED_ROUNDS = 9
 """Rounds in which `none` trains too, in turns with the defence, for the ratio of their times."""
 
 UTILITY = (
@@ -29,20 +31,22 @@ def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset) -> Rows:
     ours: list[float] = []
     plain: list[float] = []
     row: dict[str, Any] = {}
-    with (
-        Simulation(training, workers=0, dataset=dataset) as simulation,
-        Simulation(dataclasses.replace(training, defence="none"), workers=0, dataset=dataset) as undefended,
-    ):
+    with ExitStack() as stack:
+        simulation = stack.enter_context(Simulation(training, workers=0, dataset=dataset))
+        runs = [(simulation, ours)]
+        if cell.defence != "none":
+            undefended = Simulation(dataclasses.replace(training, defence="none"), workers=0, dataset=dataset)
+            runs.append((stack.enter_context(undefended), plain))
         for number in range(1, training.rounds + 1):
-            if cell.defence != "none" and number <= TIMED_ROUNDS:
-                plain.append(float(str(undefended.step(number)[0]["seconds"])))
-            row = simulation.step(number)[0]
-            ours.append(float(str(row["seconds"])))
+            for run, seconds in reversed(runs) if number % 2 else runs:  # who goes first changes
+                if run is simulation or number <= TIMED_ROUNDS:
+                    last = run.step(number)[0]
+                    seconds.append(float(str(last["seconds"])))
+                    row = last if run is simulation else row
             tell(number / training.rounds)
-        smallest = min(simulation.sizes)  # gives away most, if it trains in every round
-        budget = simulation.defence.budget(local_settings(training).releases(smallest, training.rounds))
-    timed = slice(1, len(plain)) if len(plain) > 1 else slice(len(plain))  # the first round warms caches
-    ratios = [one / other for one, other in zip(ours[timed], plain[timed], strict=True)]
+        budget = _worst_budget(simulation)
+    ratios = [one / other for one, other in zip(ours, plain, strict=False)]
+    ratios = ratios[1:] or ratios  # the first round warms caches
     found = {
         "accuracy": row["accuracy"],
         "accuracy_sensitive": row["accuracy_sensitive"],
@@ -57,3 +61,11 @@ def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset) -> Rows:
         "failed": False,
     }
     return [{key: (facts_of(cell) | found)[key] for key in UTILITY}]
+
+
+def _worst_budget(simulation: Simulation) -> Budget | None:
+    """The guarantee of the client that gives away most, if it trains in every round."""
+    how, rounds = local_settings(simulation.settings), simulation.settings.rounds
+    budgets = [simulation.defence.budget(how.releases(size, rounds)) for size in set(simulation.sizes)]
+    known = [budget for budget in budgets if budget is not None]
+    return max(known, default=None)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,10 @@ DataRoot = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
+EVERY = 30.0
+"""Seconds between two lines about the progress where there is no terminal."""
+
+
 def print_json(document: object) -> None:
     """One JSON document on stdout."""
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
@@ -27,7 +32,7 @@ def show(table: Table) -> None:
     """A table on stdout, as wide as it needs to be where that is no terminal."""
     for column in table.columns:
         column.overflow = "fold"
-    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+    Console(width=None if sys.stdout.isatty() else 1000, markup=False).print(table)
 
 
 def figure(value: float | None, form: str = ".4g") -> str:
@@ -46,20 +51,25 @@ class Bar(Protocol):
 def bar(unit: str) -> Iterator[Bar]:
     """A live display on stderr, with the time left."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.fields[count]}"),
-        TextColumn("{task.fields[figures]}"),
+        TextColumn("{task.fields[count]}", markup=False),
+        TextColumn("{task.fields[figures]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(elapsed_when_finished=False),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console, said = Console(stderr=True), time.monotonic()
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("setting up", total=None, count="", figures="")
 
         def move(done: float, total: float, doing: str, figures: str = "") -> None:
             fields: dict[str, Any] = {"figures": figures} if figures else {}
             count = f"{int(done)}/{int(total)} {unit}" if unit else f"{done / max(total, 1e-9):.0%}"
             progress.update(task, completed=done, total=total, description=doing, count=count, **fields)
+            nonlocal said
+            if not console.is_terminal and time.monotonic() - said > EVERY:  # a file gets lines, not a bar
+                said = time.monotonic()
+                typer.echo(f"{count} {doing} {figures}".rstrip(), err=True)
 
         yield move

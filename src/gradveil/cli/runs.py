@@ -1,4 +1,4 @@
-"""The commands that leave a folder of a run: train, audit and report."""
+"""The commands that leave a folder of a run: train, audit, report and reproduce."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from gradveil.cli.display import DataRoot, Json, bar, figure, print_json, show
 from gradveil.config import make_train_settings, read_settings, with_absolute_paths
-from gradveil.errors import ConfigError
+from gradveil.errors import ConfigError, RunFolderError
 from gradveil.registry import parse_spec
 
 
@@ -31,7 +31,7 @@ def train_command(
     """Train a federated model; the folder OUT gets rows, curves, checkpoints and a page to look at."""
     from gradveil.train import train
 
-    settings = with_absolute_paths(make_train_settings(_given(options, config, out, resume)))
+    settings = with_absolute_paths(make_train_settings(_given("train", options, config, out, resume)))
     with bar("rounds") as move, contextlib.redirect_stdout(sys.stderr):
 
         def progress(done: int, row: Mapping[str, Any] | None, doing: str) -> None:
@@ -79,7 +79,7 @@ def audit_command(
     from gradveil.audit import audit, make_audit_settings
     from gradveil.report.summary import summarise, utility
 
-    settings = make_audit_settings(_given(options, config, out, resume))
+    settings = make_audit_settings(_given("audit", options, config, out, resume))
     with bar("cells") as move, contextlib.redirect_stdout(sys.stderr):
         result = audit(settings, out, resume=resume, workers=workers, data_root=data_root, progress=move)
     summary, prices = summarise(result.rows), utility(result.rows)
@@ -97,7 +97,7 @@ def audit_command(
         print_json(document)
     else:
         show(_audit_table(f"{settings.model} on {settings.dataset}", summary, prices))
-        typer.echo(f"Look at it: {result.report}")
+        typer.echo(f"Look at it: {result.report.resolve()}")
     for title in dict.fromkeys(result.failed.values()):
         typer.echo(f"Failed: {title}", err=True)
     if result.failed:
@@ -108,8 +108,8 @@ def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[st
     """What leaked under each defence and attack, and the defence's price in the same line."""
     attacks = dict.fromkeys(row["attack"] for row in summary)
     short = Counter(parse_spec(attack)[0] for attack in attacks)
-    heads = ("defence", "attack", "attacker", "psnr", "worst", "ssim", "recognisable", "not converged", "eps")
-    table = Table(*heads, "accuracy", "s/round", "overhead", title=title, title_justify="left")
+    heads = ("defence", "attack", "attacker", "psnr", "worst", "ssim", "recognisable", "not converged", "eps update")
+    table = Table(*heads, "eps training", "accuracy", "s/round", "overhead", title=title, title_justify="left")
     price = {row["defence"]: row for row in prices}
     for row in summary:
         cost = price.get(row["defence"], {})
@@ -123,6 +123,7 @@ def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[st
             f"{row['recognisable']} of {row['n']}",
             str(row["not_converged"]),
             figure(row["epsilon"], ".3g"),
+            figure(cost.get("epsilon"), ".3g"),
             figure(cost.get("accuracy"), ".1%"),
             figure(cost.get("round_seconds"), ".3g"),
             figure(cost.get("overhead"), ".2f"),
@@ -145,12 +146,51 @@ def report_command(
         typer.echo(f"Look at it: {page}")
 
 
-def _given(options: Mapping[str, Any], config: Path | None, out: Path, resume: bool) -> dict[str, Any]:
+def reproduce_command(
+    paper: Annotated[str, typer.Argument(help="A paper's name; without --table all of its experiments.")],
+    out: Annotated[Path, typer.Option(help="Folder; each experiment has one of its own in it.")],
+    table: Annotated[str, typer.Option(help="One table or figure: 1, fig3, ...")] = "",
+    scale: Annotated[
+        str, typer.Option(help="smoke (a minute), small (minutes to an hour) or full (the paper's).")
+    ] = "small",
+    seed: Annotated[int, typer.Option(help="Every random draw comes from this seed.")] = 0,
+    workers: Annotated[int | None, typer.Option(help="Processes; 0 is this one only. Never changes results.")] = None,
+    data_root: DataRoot = None,
+    as_json: Json = False,
+) -> None:
+    """Run a paper's experiments again, with the paper's figures beside; finished ones are not run twice."""
+    from gradveil.reproduce import reproduce
+    from gradveil.reproduce.base import to_markdown
+
+    with bar("") as move, contextlib.redirect_stdout(sys.stderr):
+        documents = reproduce(
+            paper,
+            table,
+            out=out,
+            scale=scale,
+            seed=seed,
+            workers=workers,
+            data_root=data_root,
+            progress=lambda share, doing: move(share, 1, doing),
+        )
+    if as_json:
+        print_json({"out": str(out), "experiments": documents})
+        return
+    for document in documents:
+        typer.echo(to_markdown(document))
+    typer.echo(f"Look at them: {out}")
+
+
+def _given(kind: str, options: Mapping[str, Any], config: Path | None, out: Path, resume: bool) -> dict[str, Any]:
     """The settings of a run: those it was begun with, those of the file, and the options; the later win."""
     given = {key: value for key, value in options.items() if value is not None}
     saved = read_settings(out / "settings.toml") if resume and os.path.exists(out / "settings.toml") else {}
     if resume and not (saved or given or config):
         raise ConfigError(f"--resume alone needs a run in {out}, got none there. Check --out, or give the settings.")
+    if saved and ("kind" in saved) != (kind == "audit"):
+        raise RunFolderError(
+            f"{out} must hold a run of gradveil {kind} to go on with, got another. Choose another --out."
+        )
     return {**saved, **(read_settings(config) if config else {}), **given}
 
 
@@ -172,15 +212,21 @@ def with_options(command: Callable[..., None], settings: type) -> Callable[..., 
     for field in dataclasses.fields(settings):
         option = f"--{field.name.replace('_', '-')}"
         flag = isinstance(field.default, bool)
-        text = f"{field.metadata['help']} [default: {_default(field.default)}]"
+        text = f"{field.metadata['help']} (default: {_default(field.default)})"
         kind: Any = bool if flag else str
-        annotation = Annotated[kind | None, typer.Option(f"{option}/--no-{option[2:]}" if flag else option, help=text)]
+        name, shown = f"{option}/--no-{option[2:]}" if flag else option, None if flag else _metavar(field.default)
+        annotation = Annotated[kind | None, typer.Option(name, help=text, metavar=shown)]
         parameters.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         )
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _metavar(value: object) -> str:
+    """What kind of value an option takes, by its default."""
+    return {int: "INTEGER", float: "NUMBER", tuple: "LIST"}.get(type(value), "TEXT")
 
 
 def _default(value: object) -> object:

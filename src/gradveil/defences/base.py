@@ -84,12 +84,14 @@ class Countermove:
         noise: standard deviation of the noise in each entry of a tensor, by its name; empty without noise. An attacker
             trades the distance against what it believes of images by this.
         weights: factor of a tensor's part in the distance, by its name; 0 leaves it out, absent is 1.
+        passes_noise: whether ``sent`` leaves noise that was added before it as strong as it was, where entries survive.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
     distance: str = ""
     noise: Mapping[str, float] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
+    passes_noise: bool = False
 
 
 class Releases(NamedTuple):
@@ -125,10 +127,13 @@ class Defence(Component):
     Attributes:
         post_processing: whether its hooks read nothing of a client but the tensors that they replace, so that a
             guarantee of differential privacy given before survives them.
+        takes_own_gradient: whether ``on_gradient`` starts from the images, whatever earlier members of a chain made of
+            the gradient.
     """
 
     kind: ClassVar[str] = "defences"
     post_processing: ClassVar[bool] = False
+    takes_own_gradient: ClassVar[bool] = False
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
         """Edit the architecture. Called on the server with its stream, and for each client with the client's own.
@@ -170,13 +175,14 @@ class Defence(Component):
         """What the server broadcasts beside the model, given the early clients' updates (after ``on_server``)."""
         return {}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
         """How an attacker who knows this defence matches, by name; the first is the one to fear most. No hook.
 
         Args:
             seen: mean gradients as they arrived, (T, ...) by name.
             steps: how long each local step was (learning rate times what the step counts for); the update is minus
                 their sum times the mean gradient.
+            batch_size: images a local step.
         """
         return {}
 

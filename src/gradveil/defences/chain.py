@@ -1,6 +1,7 @@
 """Several defences in a row: function composition of their hooks."""
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.defences.base import Budget, Client, Countermove, Defence, Releases, Server
+from gradveil.errors import ConfigError
 from gradveil.registry import build
 from gradveil.types import Batch, Tensors, Update
 
@@ -49,6 +51,14 @@ class Chain(Defence):
     """
 
     defences: tuple[Defence, ...] = ()
+
+    def __post_init__(self) -> None:
+        for before, defence in itertools.pairwise(self.defences):
+            if defence.takes_own_gradient and before.overrides("on_gradient"):
+                raise ConfigError(
+                    f"{defence.name!r} must come before {before.name!r} in a chain, for it takes the gradient anew, "
+                    f"got {self.spec!r}. Swap them."
+                )
 
     @property
     def spec(self) -> str:
@@ -107,9 +117,9 @@ class Chain(Defence):
             for key, tensor in defence.public(early, own).items()
         }
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
         """Every member's first answer, one after the other."""
-        moves = [next(iter(each.values())) for d in self.defences if (each := d.adaptive(seen, steps))]
+        moves = [next(iter(each.values())) for d in self.defences if (each := d.adaptive(seen, steps, batch_size))]
         if not moves:
             return {}
         return {"all": functools.reduce(_both, moves)}
@@ -134,7 +144,13 @@ class Chain(Defence):
 
 
 def _both(first: Countermove, second: Countermove) -> Countermove:
-    """What two defences in a row make of a guess; noises add up, and the later one's kind decides the distance."""
+    """What two defences in a row make of a guess.
+
+    Noises add up, and the later one's kind decides the distance. Noise that the second one scales or rounds is of no
+    known strength any more: then there is no likelihood, and the distance is the second's or the attack's own.
+    """
+    if first.noise and second.sent is not None and not second.passes_noise:
+        first = replace(first, noise={}, distance="")
     functions = [move.sent for move in (first, second) if move.sent is not None]
 
     def sent(guess: Tensors, seen: Tensors) -> Tensors:

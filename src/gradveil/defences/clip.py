@@ -47,7 +47,7 @@ class Clip(Perturbation):
         excess = (torch.stack(squares or [torch.zeros(())]).sum().sqrt() / self.norm).clamp(min=1.0)
         return {name: _divided(tensor, excess) for name, tensor in tensors.items()}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
         """Clip the guess as the client does, or give it the norm of what was seen."""
         bound = self.norm / max(sum(steps), 1e-12) if self.where == "update" else self.norm
         return {"again": Countermove(partial(clip_rows, bound=bound)), "scale": Countermove(_same_norm)}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,7 @@ class DpSgd(Defence):
         accountant: ``rdp``, or ``prv``, which is tighter and slower.
     """
 
+    takes_own_gradient: ClassVar[bool] = True
     clip: float = 1.0
     noise: float = 1.0
     sampling: str = "poisson"
@@ -102,14 +104,16 @@ class DpSgd(Defence):
         expected = client.state.pop(_NUM_EXAMPLES, None)
         return update if expected is None else replace(update, num_examples=min(int(expected), len(client.data)))
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
         """Clip the guess, and match by the noise's likelihood or by direction.
 
-        A mean of clipped gradients has a norm of at most ``clip`` too. The noise is that of batches of one image, an
-        upper bound, for a defence does not know the batch size here.
+        A mean of clipped gradients has a norm of at most ``clip`` too.
         """
         clipped = partial(clip_rows, bound=self.clip)
-        noise = seen_noise(seen, self.noise * self.clip, noise_spread("gradient", steps), relative=False)
+        if self.noise == 0:
+            return {"again": Countermove(clipped)}
+        std = self.noise * self.clip / batch_size
+        noise = seen_noise(seen, std, noise_spread("gradient", steps), relative=False)
         return {"likelihood": Countermove(clipped, "l2", noise), "direction": Countermove(clipped, "cosine")}
 
     def budget(self, releases: Releases) -> Budget | None:

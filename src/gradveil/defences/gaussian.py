@@ -50,7 +50,7 @@ class Gaussian(Perturbation):
         std = self.std * root_mean_square(tensors) if self.relative else self.std
         return {name: _noisy(tensor, std, rng) for name, tensor in tensors.items()}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
         """The noise's likelihood: squared differences, by its standard deviation."""
         spread = 1.0 if self.where == "update" and self.relative else noise_spread(self.where, steps)
         return {"likelihood": Countermove(None, "l2", seen_noise(seen, self.std, spread, relative=self.relative))}

@@ -50,7 +50,7 @@ class Laplace(Perturbation):
         scale = self.scale * root_mean_square(tensors) if self.relative else self.scale
         return {name: _noisy(tensor, scale, rng) for name, tensor in tensors.items()}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
+    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
         """The noise's likelihood: absolute differences, by its standard deviation."""
         spread = 1.0 if self.where == "update" and self.relative else noise_spread(self.where, steps)
         noise = seen_noise(seen, math.sqrt(2) * self.scale, spread, relative=self.relative)

@@ -56,9 +56,21 @@ class Prune(Perturbation):
             for (name, tensor), mask in zip(tensors.items(), masks, strict=True)
         }
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
-        """Compare the surviving entries only, or prune the guess at the rate found in what was seen."""
-        return {"surviving": Countermove(_surviving), "again": Countermove(self._again)}
+    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+        """Compare the surviving entries only, or prune the guess at the rate found in what was seen.
+
+        Where noise was added later, nothing is zero any more: then the guess is pruned by ``fraction``.
+        """
+        entries = sum(tensor.numel() for tensor in seen.values())
+        zeros = sum(int((tensor == 0).sum()) for tensor in seen.values())
+        if zeros < self.fraction / 2 * entries:
+            return {"again": Countermove(self._by_fraction)}
+        return {"surviving": Countermove(_surviving, passes_noise=True), "again": Countermove(self._again)}
+
+    def _by_fraction(self, guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
+        """Each target's guess, pruned as the client would have."""
+        rows = [self.perturb({name: t[row].detach() for name, t in guess.items()}, _NO_DRAWS) for row in _rows(guess)]
+        return {name: t * torch.stack([row[name] != 0 for row in rows]) for name, t in guess.items()}
 
     def _smallest(self, magnitudes: Tensor) -> Tensor:
         """(n,) which entries to zero."""
@@ -80,6 +92,13 @@ class Prune(Perturbation):
             masks = torch.split(whole, sizes, 1)
             kept = {name: row * ~mask for (name, row), mask in zip(rows.items(), masks, strict=True)}
         return {name: kept[name].view_as(tensor) if name in kept else tensor for name, tensor in guess.items()}
+
+
+_NO_DRAWS = torch.Generator()
+
+
+def _rows(tensors: Tensors) -> range:
+    return range(len(next(iter(tensors.values()))))
 
 
 def _magnitudes(tensor: Tensor) -> Tensor:

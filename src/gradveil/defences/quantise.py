@@ -1,5 +1,6 @@
 """Quantisation: each entry is rounded to one of a few levels."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,8 +62,17 @@ class Quantise(Perturbation):
         """Round each tensor by itself; draws one number an entry if stochastic."""
         return {name: self._rounded(tensor, rng) for name, tensor in tensors.items()}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float]) -> Mapping[str, Countermove]:
-        """One bit: compare soft signs. More: count only what lies outside the cell that was rounded."""
+    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+        """One bit: compare soft signs. More: count only what lies outside the cell that was rounded.
+
+        Rounding at random is unbiased noise: of a variance of 1/6 of a squared level on average, of a whole one for
+        one bit.
+        """
+        if self.stochastic:
+            share = 1.0 if self.bits == 1 else math.sqrt(1 / 6)
+            sizes = {name: t.abs().reshape(len(t), -1).amax(1).mean().item() for name, t in seen.items() if t.numel()}
+            noise = {name: share * size / self.levels for name, size in sizes.items() if size > 0}
+            return {"likelihood": Countermove(distance="l2", noise=noise)}
         if self.bits == 1:
             return {"sign": Countermove(_soft_signs, "cosine")}
         return {"cell": Countermove(self._outside, "l2")}

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor
 
 from gradveil.errors import ConfigError, DataError
 from gradveil.metrics.base import Metric, is_guess
+from gradveil.metrics.lpips import Lpips
 from gradveil.registry import build
 
 METRICS: Mapping[str, str] = {"mse": "mse", "psnr": "psnr", "ssim": "ssim", "lpips": "lpips-alex"}
@@ -15,10 +18,11 @@ METRICS: Mapping[str, str] = {"mse": "mse", "psnr": "psnr", "ssim": "ssim", "lpi
 Figures = dict[str, float | None]
 
 
-def score_targets(truth: Tensor, guess: Tensor) -> tuple[list[Figures], list[list[str]]]:
+def score_targets(truth: Tensor, guess: Tensor, root: Path | None = None) -> tuple[list[Figures], list[list[str]]]:
     """Figures of each target (T, B, C, H, W): means over those of its images that there is a guess for.
 
-    Guesses are in the order of the truth, see `gradveil.metrics.align`.
+    Guesses are in the order of the truth, see `gradveil.metrics.align`. ``root`` is the data root, where the weights of
+    metrics lie.
 
     Returns:
         For each target its figures, None where one can't be measured, and the reasons for what is missing.
@@ -30,7 +34,7 @@ def score_targets(truth: Tensor, guess: Tensor) -> tuple[list[Figures], list[lis
     reasons = [_missing(row.numel(), int(row.sum())) for row in guessed]
     for name, metric in METRICS.items():
         try:
-            means = build(Metric, metric)(*flat).view(targets, -1).nanmean(1).tolist()
+            means = _built(metric, root)(*flat).view(targets, -1).nanmean(1).tolist()
         except (ConfigError, DataError) as error:  # weights are missing or broken, or don't take such images
             means = [math.nan] * targets
             for each in reasons:
@@ -38,6 +42,13 @@ def score_targets(truth: Tensor, guess: Tensor) -> tuple[list[Figures], list[lis
         for row, mean in zip(figures, means, strict=True):
             row[name] = mean if math.isfinite(mean) else None
     return figures, reasons
+
+
+def _built(name: str, root: Path | None) -> Metric:
+    metric = build(Metric, name)
+    if root is None or not isinstance(metric, Lpips) or metric.weights:
+        return metric
+    return replace(metric, weights=str(root / "weights" / metric.default_file))
 
 
 def _missing(images: int, guessed: int) -> list[str]:

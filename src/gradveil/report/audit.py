@@ -43,7 +43,8 @@ def _csv(lines: Sequence[Mapping[str, Any]]) -> bytes:
     """The summary as a table for other programs: what is missing is empty, lists are joined by spaces."""
     names = (
         "defence", "attack", "adaptive", "n", "seeds", "failed", "psnr", "psnr_low", "psnr_high", "psnr_worst", "ssim",
-        "lpips", "recognisable", "label_accuracy", "not_converged", "epsilon", "delta", "knows", "seconds", "accuracy",
+        "lpips", "recognisable", "label_accuracy", "not_converged", "epsilon", "delta", "knows", "seconds",
+        "epsilon_training", "delta_training", "accuracy",
         "accuracy_sensitive", "round_seconds", "overhead",
     )  # fmt: skip
     buffer = io.StringIO()

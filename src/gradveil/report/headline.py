@@ -5,6 +5,8 @@ from typing import Any
 
 from gradveil.report.summary import strongest, summarise, utility
 
+ALIKE = 0.01
+"""Accuracies less than this apart are about the same: a thousand test images tell no more."""
 MOST = 3
 """More defences than this are not told one by one: only the one that leaks least and the one that leaks most."""
 
@@ -56,6 +58,9 @@ def _defended(lines: Sequence[Mapping[str, Any]], name: str, noun: str, *, first
         return text
     if _share(adaptive) > _share(plain):
         return f"{text}, and {_score(adaptive)} once the attacker knows the defence"
+    before, after = plain["psnr"], adaptive["psnr"]
+    if before is not None and after is not None and after > before + 1 and _share(adaptive) == _share(plain):
+        return f"{text}, and knowing the defence sharpens them from {before:.1f} to {after:.1f} dB"
     return f"{text}, and knowing the defence does not help the attacker ({_score(adaptive)})"
 
 
@@ -78,8 +83,8 @@ def _price(before: float | None, after: float | None) -> str:
         return ""
     if before is None:
         return f"; accuracy is {percent(after)}"
-    if percent(before) == percent(after):
-        return f"; accuracy stays at {percent(after)}"
+    if abs(before - after) < ALIKE:
+        return f"; accuracy is about the same ({percent(after)})"
     return f"; accuracy {'falls' if after < before else 'rises'} from {percent(before)} to {percent(after)}"
 
 

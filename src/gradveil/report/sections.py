@@ -99,13 +99,15 @@ def _points_table(some: Sequence[Point], metric: str) -> str:
 
 def summary_section(audit: AuditFolder, lines: Sequence[Mapping[str, Any]]) -> str:
     """The summary with its filters."""
-    whys = dict.fromkeys(row["why"] for row in audit.rows if row["why"] and not row["failed"])
+    parts = [part for row in audit.rows if not row["failed"] for part in (row["why"] or "").split("; ") if part]
+    whys = dict.fromkeys(part for part in parts if part.startswith(("Metric ", "Images for metric ", "no guess ")))
     notes = f"<p>Figures that are missing ({NOTHING}) were not measured:</p>{bullets(list(whys))}" if whys else ""
     return section(
         "table",
         "Summary",
         f"""<p>One line for each defence, attack and kind of attacker. Intervals are 95 % t intervals over seeds; the
-worst case stands beside the mean. An attack that did not converge says nothing about the defence.</p>
+worst case stands beside the mean. An attack that did not converge might do better with other
+settings: it does not show that the defence holds.</p>
 {_filters("summary", lines)}<div class="scroll" tabindex="0" role="group" aria-label="Summary table">
 {summary_table(lines)}</div>{notes}""",
     )

@@ -13,7 +13,7 @@ from PIL import Image
 from gradveil.errors import DataError
 from gradveil.metrics.psnr import CAP
 from gradveil.report.audit_folder import AuditFolder, Cell
-from gradveil.storage import load_tensors, read_metadata
+from gradveil.storage import load_tensors
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -143,7 +143,7 @@ def _load(audit: AuditFolder, cell: Cell, shape: tuple[int, ...], most: int, not
     if not path.exists() and (cell.name not in audit.done or _failed(audit, cell)):
         return None
     try:
-        tensors, steps = load_tensors(path), read_metadata(path).get("steps", "")
+        tensors = load_tensors(path)
         result, ways = tensors["images"].numpy()[None], tensors["iterates"].numpy()
         frames = ways if len(ways) else result
         chosen = np.unique(np.linspace(0, len(frames) - 1, min(most, len(frames))).round().astype(int))
@@ -151,7 +151,7 @@ def _load(audit: AuditFolder, cell: Cell, shape: tuple[int, ...], most: int, not
         guessed = tensors["guessed"].numpy().astype(bool)
         if frames.dtype != np.uint8 or frames.shape[2:] != shape or guessed.shape != frames.shape[1:3]:
             raise ValueError(frames.shape)
-        numbers = [int(step) for step in steps.split(",")] if steps else []
+        numbers = tensors["steps"].tolist() if "steps" in tensors else []
         known = [numbers[index] for index in chosen] if len(numbers) == len(ways) > 0 else []
         return _Piece(cell.first, frames, guessed, known)
     except (DataError, KeyError, ValueError, RuntimeError):

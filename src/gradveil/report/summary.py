@@ -91,6 +91,7 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
         "adaptive": adaptive,
         "n": len(whole),
         "seeds": len(seeds),
+        "mse": mean(whole, "mse"),
         "psnr": fmean(psnrs) if psnrs else None,
         "psnr_low": low,
         "psnr_high": high,

@@ -46,7 +46,15 @@ def _of_all(value: int, line: Mapping[str, Any]) -> str:
 
 
 def _budget(value: float, line: Mapping[str, Any]) -> str:
-    return f"{value:.3g} at δ = {line['delta']:.3g}" if line["delta"] is not None else f"{value:.3g}"
+    return _at(value, line["delta"])
+
+
+def _budget_of_training(value: float, line: Mapping[str, Any]) -> str:
+    return _at(value, line["delta_training"])
+
+
+def _at(epsilon: float, delta: float | None) -> str:
+    return f"{epsilon:.3g}" if delta is None else f"{epsilon:.3g} at δ = {delta:.3g}"
 
 
 SUMMARY = (
@@ -61,8 +69,9 @@ SUMMARY = (
     Heading("lpips", "LPIPS", "Mean; 0 is the truth itself", _fixed(3)),
     Heading("label_accuracy", "Labels", "Share of the labels that were recovered", _percent),
     Heading("not_converged", "Attack did not converge", "Targets on which the attack did not converge", _of_all),
-    Heading("epsilon", "ε at δ", "Privacy budget that was spent, where the defence has one", _budget),
+    Heading("epsilon", "ε of the update", "Privacy budget of the one update that was attacked", _budget),
     Heading("knows", "Attacker knew", "", lambda v, _: ", ".join(v) or "the update only", True),
+    Heading("epsilon_training", "ε of the training", "Privacy budget of the whole training", _budget_of_training),
     Heading("accuracy", "Accuracy", "Test accuracy after training with the defence, mean over seeds", _percent),
     Heading("accuracy_sensitive", "Sensitive accuracy", "Accuracy on the sensitive images", _percent),
     Heading("round_seconds", "s / round", "Seconds of a round", _fixed(2)),
@@ -78,9 +87,8 @@ def with_costs(summary: Iterable[Mapping[str, Any]], costs: Iterable[Mapping[str
     lines = []
     for line in summary:
         cost = by_name.get(line["defence"], {})
-        budget = line if line["epsilon"] is not None else {key: cost.get(key) for key in ("epsilon", "delta")}
-        joined = {**line, "epsilon": budget["epsilon"], "delta": budget["delta"]}
-        lines.append(joined | {key: cost.get(key) for key in keys})
+        budget = {"epsilon_training": cost.get("epsilon"), "delta_training": cost.get("delta")}
+        lines.append({**line, **budget, **{key: cost.get(key) for key in keys}})
     return lines
 
 

@@ -29,7 +29,7 @@ class Doubling(Defence):
     def on_update(self, update, client):
         return update * 2.0
 
-    def adaptive(self, seen, steps):
+    def adaptive(self, seen, steps, batch_size=1):
         noise = dict.fromkeys(seen, self.noise) if self.noise else {}
         double = Countermove(lambda guess, _: {k: 2 * v for k, v in guess.items()}, self.distance, noise)
         return {"double": double, "plain": Countermove(distance="l1")}
@@ -72,7 +72,7 @@ def test_steps_reach_the_defence_in_their_length():
     heard = []
 
     class Listening(Doubling):
-        def adaptive(self, seen, steps):
+        def adaptive(self, seen, steps, batch_size=1):
             heard.append((next(iter(seen.values())).shape[0], list(steps)))
             return {}
 
@@ -93,7 +93,15 @@ def test_an_attacker_who_knows_of_the_doubling_matches_again():
 
 @pytest.mark.parametrize(
     ("spec", "gain"),
-    [("prune:fraction=0.5", 1.0), ("gaussian:std=0.05", 1.0), ("laplace:scale=0.05", 1.0), ("quantise:bits=3", 1.0)],
+    [
+        ("prune:fraction=0.5", 1.0),
+        ("gaussian:std=0.05", 1.0),
+        ("laplace:scale=0.05", 1.0),
+        ("quantise:bits=3", 0.0),
+        ("quantise:bits=3,stochastic=true", 0.0),
+        ("prune:fraction=0.5+gaussian:std=0.02", 1.0),
+        ("gaussian:std=0.05+clip:norm=0.1", -0.5),
+    ],
 )
 def test_knowledge_of_a_defence_helps(spec, gain):
     """On the scene, with the same starts: the mean of four targets rises by at least so many dB."""
@@ -109,8 +117,8 @@ def test_the_compiled_step_plays_the_countermove_too():
     assert not torch.allclose(found[0].loss, run(Gs(iterations=3, adapt="none"), seen).loss, rtol=1e-3)
 
 
-def test_under_noise_the_attacks_own_distance_leads_the_first_half_of_the_way(monkeypatch):
-    """Each phase has half of the steps, starts where the one before was best, and the likelihood has the last word."""
+def test_under_noise_the_likelihood_starts_where_the_attacks_own_distance_ends(monkeypatch):
+    """Each phase has all of the steps, and the likelihood has the last word."""
     _, _, seen = scene(defence=build_defence("gaussian:std=0.1"), grants=KNOWS)
     kinds, evaluate = [], Step._evaluate
 
@@ -120,8 +128,9 @@ def test_under_noise_the_attacks_own_distance_leads_the_first_half_of_the_way(mo
 
     monkeypatch.setattr(Step, "_evaluate", watched)
     result = run(Gs(iterations=7, keep=7, compile="off"), seen)
-    assert kinds == ["cosine"] * 4 + ["l2"] * 5  # 3 and 4 steps, and a last look after each
-    assert result.iterates.shape[0] == 8
+    assert kinds == ["cosine"] * 8 + ["l2"] * 8  # 7 steps, and a last look, of each
+    assert result.steps == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert len(result.iterates) == len(result.steps)
     phases = adapted(Search(Objective("cosine")), seen).phases
     assert [phase.objective.kind for phase in phases] == ["cosine", "l2"]
 
@@ -136,7 +145,7 @@ def test_a_tensor_can_be_left_out_of_the_match():
             spoilt = torch.randn(update.tensors[name].shape, generator=client.rng)
             return dataclasses.replace(update, tensors={**update.tensors, name: spoilt})
 
-        def adaptive(self, seen, steps):
+        def adaptive(self, seen, steps, batch_size=1):
             return {"others": Countermove(weights={next(iter(seen)): 0.0})}
 
     truth, _, seen = scene(defence=Spoilt(), grants=KNOWS)

@@ -7,6 +7,7 @@ from gradveil.attacks.dlg import Dlg
 from gradveil.attacks.parts import search
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.attacks.parts.objectives import Objective
+from gradveil.errors import ConfigError
 from gradveil.grads import example_gradients
 from tests.attacks.scene import scene
 
@@ -85,3 +86,15 @@ def test_a_compiled_step_with_soft_labels_is_the_same_step():
     fast = step.closure(task)(guess)
     for ours, theirs in zip(fast, plain, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())
+
+
+def test_a_restricted_search_keeps_weights_in_every_phase_and_leaves_out_what_was_left_out():
+    _, _, seen = scene(targets=1)
+    weighted = search.Search(Objective("l2", weights={"fc.weight": 0.0, "fc.bias": 2.0}), first=search.Search())
+    found = search.restricted(weighted, "linear", seen.network, seen.updates)
+    assert {name: w for name, w in found.objective.weights.items() if w} == {"fc.bias": 2.0}
+    assert {name for name, w in found.phases[0].objective.weights.items() if w} == {"fc.weight", "fc.bias"}
+    assert search.restricted(weighted, "all", seen.network, seen.updates) is weighted
+    nothing = search.Search(Objective("l2", weights={"fc.weight": 0.0, "fc.bias": 0.0}))
+    with pytest.raises(ConfigError, match="parts=linear"):
+        search.restricted(nothing, "linear", seen.network, seen.updates)

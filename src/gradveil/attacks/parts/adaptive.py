@@ -22,7 +22,8 @@ def countermoves(seen: Observation) -> Mapping[str, Countermove]:
     """What the defence's own file says of how to look at what it leaves; empty where the defence is not known."""
     if not seen.knows(Knowledge.DEFENCE):
         return {}
-    return seen.defence.adaptive(seen.mean_gradients, seen.step_lengths)
+    batch = seen.num_examples if seen.single_step else seen.local_steps.releases(seen.num_examples).batch_size
+    return seen.defence.adaptive(seen.mean_gradients, seen.step_lengths, batch)
 
 
 def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
@@ -34,7 +35,7 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
 
     (an absolute value times :math:`\sqrt 2 / \sigma_l` for Laplace noise), where neighbouring pixels differ by
     Laplace noise of scale b, `ROUGHNESS`; both terms are divided by the number of pixels. From noise that would often
-    end where all gradients vanish, so the attack's own distance leads the first half of the way.
+    end where all gradients vanish, so it starts where the attack's own distance ends.
 
     Args:
         search: as the attack has it.
@@ -49,7 +50,9 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     move = moves[choice] if choice else next(iter(moves.values()))
     objective = replace(search.objective, kind=move.distance or search.objective.kind, weights=move.weights)
     if not move.noise:
-        return replace(search, objective=objective, sent=move.sent)
+        own = replace(search, objective=replace(search.objective, weights=move.weights))
+        first = own if move.distance and move.distance != search.objective.kind and move.distance != "cosine" else None
+        return replace(search, objective=objective, sent=move.sent, first=first)
     pixels = seen.num_examples * math.prod(seen.shape)
     weights = {
         name: move.weights.get(name, 1.0) * (math.sqrt(2) / std if objective.kind == "l1" else 0.5 / std**2) / pixels
@@ -58,10 +61,20 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     return replace(
         search,
         objective=replace(objective, weights=weights, relative=False),
+        residual=sum(
+            weight
+            * _numel(seen, name)
+            * (move.noise[name] / math.sqrt(2) if objective.kind == "l1" else move.noise[name] ** 2)
+            for name, weight in weights.items()
+        ),
         priors=replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS)),
         sent=move.sent,
         first=replace(search, sent=move.sent, objective=replace(search.objective, weights=move.weights)),
     )
+
+
+def _numel(seen: Observation, name: str) -> int:
+    return seen.updates[name][0].numel()
 
 
 def _spread(seen: Observation) -> float:

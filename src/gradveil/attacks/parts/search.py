@@ -1,11 +1,12 @@
 """What a search by gradient matching is made of: how it goes about, what it matches, and its step."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from gradveil.attacks.parts.compiled import compiled
 from gradveil.attacks.parts.local_training import Replay
@@ -55,7 +56,8 @@ class Search:
         noise: of standard deviation this times the rate, added to each step (adam).
         boxed: whether guesses are kept inside [0, 1].
         sent: what a defence that the attacker knows would make of a guess's gradient, given the one seen.
-        first: a search that takes the first half of the steps, and whose best guesses this one starts from.
+        first: a search of as many steps, whose best guesses this one starts from.
+        residual: the distance that the truth itself is expected to have, under noise.
     """
 
     objective: Objective = field(default_factory=Objective)
@@ -68,11 +70,44 @@ class Search:
     boxed: bool = True
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
     first: "Search | None" = None
+    residual: float = 0.0
 
     @property
     def phases(self) -> "list[Search]":
         """The searches to run one after the other; this one is the last."""
         return [self] if self.first is None else [*self.first.phases, self]
+
+
+def restricted(search: Search, parts: str, network: nn.Module, names: Iterable[str]) -> Search:
+    """The search that matches only the tensors of some layers, in all its phases.
+
+    Args:
+        search: as it is for all tensors; a tensor that it leaves out stays out.
+        parts: one of `PARTS`; ``convolutions`` and ``linear`` are weights and biases of such layers alone.
+        network: whose layers they are.
+        names: of all tensors that there are to match.
+    """
+    if parts == "all":
+        return search
+    kind = nn.Linear if parts == "linear" else _ConvNd
+    kept = {
+        f"{name}.{key}" if name else key
+        for name, layer in network.named_modules()
+        if isinstance(layer, kind)
+        for key, _ in layer.named_parameters(recurse=False)
+    }
+    return _keeping(search, kept, parts, list(names))
+
+
+PARTS = ("all", "convolutions", "linear")
+
+
+def _keeping(search: Search, kept: Container[str], parts: str, names: Sequence[str]) -> Search:
+    weights = {name: search.objective.weights.get(name, 1.0) if name in kept else 0.0 for name in names}
+    if not any(weights.values()):
+        raise ConfigError(f"parts={parts} must leave some tensor to match, got none in this network. Use parts=all.")
+    first = None if search.first is None else _keeping(search.first, kept, parts, names)
+    return replace(search, objective=replace(search.objective, weights=weights), first=first)
 
 
 @dataclass(frozen=True)

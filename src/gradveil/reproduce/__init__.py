@@ -1,0 +1,35 @@
+"""Papers' experiments, one file a paper: the paper's figures beside ours."""
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from gradveil.errors import UnknownNameError
+from gradveil.reproduce.base import SCALES, Lab, Paper, run_experiment
+from gradveil.validate import one_of
+
+__all__ = ["SCALES", "Lab", "Paper", "papers", "reproduce"]
+
+
+def papers() -> dict[str, Paper]:
+    """All papers by name: every file of this folder that has a ``PAPER``."""
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    found = [paper for module in modules if isinstance(paper := getattr(module, "PAPER", None), Paper)]
+    return {paper.name: paper for paper in found}
+
+
+def reproduce(paper: str, table: str = "", *, out: Path, scale: str = "small", **lab: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - passed to Lab
+    """Run one experiment of a paper, or all of them, each in a folder of its own below ``out``.
+
+    Finished ones are not run again. Returns a document an experiment: title, rows, notes.
+    """
+    known = papers()
+    if paper not in known:
+        raise UnknownNameError("paper", paper, known)
+    chosen = known[paper]
+    if table and table not in chosen.experiments:
+        raise UnknownNameError(f"table of {paper}", table, chosen.experiments)
+    one_of("scale", scale, SCALES)
+    names = [table] if table else list(chosen.experiments)
+    return [run_experiment(chosen, name, Lab(out / name, scale, **lab)) for name in names]

@@ -1,0 +1,149 @@
+"""A paper's experiments, run again: what they are made of, and the folder that their results go to."""
+
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from matplotlib.figure import Figure
+
+from gradveil.errors import RunFolderError
+from gradveil.storage import write_atomic
+
+SCALES = ("smoke", "small", "full")
+"""smoke takes under a minute, small minutes to an hour on two cores, full is the paper's own."""
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Where and how large an experiment is run.
+
+    Attributes:
+        out: the experiment's own folder.
+        scale: smoke, small or full.
+        seed: of every random draw.
+        data_root: where data sets are looked for.
+        workers: processes; None is one a core.
+        progress: called with the share that is done and what is being done.
+    """
+
+    out: Path
+    scale: str = "small"
+    seed: int = 0
+    data_root: Path | None = None
+    workers: int | None = None
+    progress: Callable[[float, str], None] = lambda share, doing: None
+
+    def pick(self, smoke: V, small: V, full: V) -> V:
+        """The value for this scale."""
+        return {"smoke": smoke, "small": small, "full": full}[self.scale]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of an experiment.
+
+    Attributes:
+        rows: one a line of the table; keys that start with ``paper`` are the paper's own figures.
+        notes: what to know before comparing: what was smaller or other than in the paper.
+        figures: pictures by name.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    notes: Sequence[str] = ()
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One table or figure of a paper.
+
+    Attributes:
+        title: what it shows.
+        run: works it out.
+    """
+
+    title: str
+    run: Callable[[Lab], Result]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper and its experiments by the name that users type, ``1`` for Table 1 or ``fig3``."""
+
+    name: str
+    reference: str
+    experiments: Mapping[str, Experiment]
+
+
+def run_experiment(paper: Paper, name: str, lab: Lab) -> dict[str, Any]:
+    """Run one experiment in its folder, unless the same one was finished there; returns its document.
+
+    The folder gets results.md, results.json and the pictures; results.json is written last.
+    """
+    settings = {"paper": paper.name, "table": name, "scale": lab.scale, "seed": lab.seed}
+    finished = _finished(lab.out, settings)
+    if finished is not None:
+        return finished
+    experiment = paper.experiments[name]
+    result = experiment.run(lab)
+    document = {
+        **settings,
+        "title": experiment.title,
+        "notes": list(result.notes),
+        "rows": [dict(r) for r in result.rows],
+    }
+    for figure_name, figure in result.figures.items():
+        for kind in ("png", "svg"):
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+            write_atomic(lab.out / f"{figure_name}.{kind}", buffer.getvalue())
+    write_atomic(lab.out / "results.md", to_markdown(document).encode())
+    write_atomic(lab.out / "results.json", json.dumps(document, indent=1, allow_nan=False).encode())
+    return document
+
+
+def to_markdown(document: Mapping[str, Any]) -> str:
+    """The table with its notes, for docs and papers."""
+    title = f"## {document['paper']}, {document['table']}: {document['title']}"
+    head = f"{title}\n\nScale {document['scale']}, seed {document['seed']}.\n"
+    columns = list(dict.fromkeys(key for row in document["rows"] for key in row))
+    lines = ["| " + " | ".join(column.replace("_", " ") for column in columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in document["rows"]]
+    notes = "".join(f"\n- {note}" for note in document["notes"])
+    return "\n".join([head, *lines]) + "\n" + (f"{notes}\n" if notes else "")
+
+
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    """A figure for a row: rounded to so many significant digits, None where there is none."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _finished(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The document of a finished run of the same experiment; an error where the folder holds another."""
+    path = out / "results.json"
+    if not path.exists():
+        return None
+    try:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    changed = [
+        f"{key} = {value!r} (was {document.get(key)!r})"
+        for key, value in settings.items()
+        if document.get(key) != value
+    ]
+    if changed:
+        raise RunFolderError(
+            f"{out} must be new or hold the same experiment, got {'; '.join(changed)}. Choose another --out."
+        )
+    return document

@@ -1,0 +1,59 @@
+import json
+
+import pytest
+from matplotlib.figure import Figure
+
+from gradveil.errors import RunFolderError, UnknownNameError
+from gradveil.reproduce import papers, reproduce
+from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded, run_experiment, to_markdown
+
+
+def paper_of(runs):
+    def count(lab):
+        runs.append(lab.scale)
+        figure = Figure()
+        figure.subplots().plot([1, 2])
+        return Result([{"what": "mse", "ours": 0.123456, "paper": None}], ["smaller"], {"curve": figure})
+
+    return Paper("test", "none", {"1": Experiment("a table", count)})
+
+
+def test_an_experiment_leaves_its_table_pictures_and_document_and_is_not_run_twice(tmp_path):
+    runs = []
+    paper, lab = paper_of(runs), Lab(tmp_path / "1", "smoke")
+    first = run_experiment(paper, "1", lab)
+    assert {path.name for path in lab.out.iterdir()} == {"results.md", "results.json", "curve.png", "curve.svg"}
+    assert json.loads((lab.out / "results.json").read_bytes()) == first
+    assert run_experiment(paper, "1", lab) == first
+    assert runs == ["smoke"]
+    with pytest.raises(RunFolderError, match=r"scale = 'small' \(was 'smoke'\)"):
+        run_experiment(paper, "1", Lab(lab.out, "small"))
+
+
+def test_the_table_in_markdown():
+    document = {"paper": "p", "table": "1", "title": "t", "scale": "smoke", "seed": 0, "notes": ["n"]}
+    text = to_markdown(document | {"rows": [{"a": 0.123456, "b_c": None}, {"a": 3, "d": "x"}]})
+    assert text.splitlines()[4:8] == ["| a | b c | d |", "|---|---|---|", "| 0.1235 |  |  |", "| 3 |  | x |"]
+    assert text.endswith("- n\n")
+
+
+def test_unknown_papers_tables_and_scales_are_named(tmp_path):
+    with pytest.raises(UnknownNameError, match="Did you mean 'soteria'"):
+        reproduce("sotera", out=tmp_path)
+    with pytest.raises(UnknownNameError, match=r"table of soteria.*fig3"):
+        reproduce("soteria", "fig33", out=tmp_path)
+    with pytest.raises(UnknownNameError, match="scale"):
+        reproduce("soteria", scale="large", out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_paper_is_found_by_its_file():
+    assert "soteria" in papers()
+    for name, paper in papers().items():
+        assert paper.name == name
+        assert paper.experiments
+
+
+def test_figures_are_rounded_and_what_is_not_finite_is_none():
+    assert (rounded(0.123456), rounded(123456.0, 2)) == (0.1235, 1.2e5)
+    assert (rounded(float("inf")), rounded(None)) == (None, None)
