@@ -1,13 +1,16 @@
 """Theorem 2 of Soteria: how fast FedAvg converges under the defence; the bound with measured constants."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradveil.engines.devices import local_settings
+from gradveil.engines.simulation import Simulation
 from gradveil.types import Batch
 
 
@@ -91,6 +94,46 @@ def measure(clients: Sequence[Batch], num_classes: int, mu: float, batch_size: i
         optimum=optimum,
         weights=weights,
     )
+
+
+class Convergence(NamedTuple):
+    """The training loss F after each round, its minimum, and Theorem 2's bound on the last one's distance from it."""
+
+    losses: list[float]
+    optimum: float
+    bound: float
+
+
+def converge(simulation: Simulation, perturbation: float) -> Convergence:
+    """Train softmax regression at the theorem's rate, which falls from round to round.
+
+    Args:
+        simulation: of the model ``logistic``, without normalisation; its weight decay is mu.
+        perturbation: the defence's epsilon.
+    """
+    settings = simulation.settings
+    clients = [simulation.data.client(number) for number in range(settings.clients)]
+    local_steps = local_settings(settings).num_steps(min(simulation.sizes))
+    mu, classes = settings.weight_decay, simulation.dataset.num_classes
+    constants = measure(clients, classes, mu, settings.batch_size, _matrix(simulation.model))
+    images, labels = torch.cat([c.images for c in clients]), torch.cat([c.labels for c in clients])
+    losses = []
+    for number in range(1, settings.rounds + 1):
+        lr = rate(constants, (number - 1) * local_steps, local_steps)
+        simulation.settings = replace(settings, lr=lr)
+        simulation.step(number)
+        losses.append(penalised_loss(_matrix(simulation.model), images, labels, mu))
+    steps = settings.rounds * local_steps
+    theory = bound(
+        constants, steps=steps, local_steps=local_steps, sampled=settings.num_sampled, perturbation=perturbation
+    )
+    return Convergence(losses, constants.optimum, theory)
+
+
+def _matrix(model: Mapping[str, Tensor]) -> Tensor:
+    """The weights of softmax regression (classes, pixels + 1), bias last."""
+    weight, bias = (next(t for t in model.values() if t.dim() == dim) for dim in (2, 1))
+    return torch.cat([weight, bias[:, None]], 1)
 
 
 def penalised_loss(at: Tensor, images: Tensor, labels: Tensor, mu: float) -> float:

@@ -1,0 +1,52 @@
+"""The paper's experiments at their smallest, on real data."""
+
+import json
+
+import pytest
+
+from gradveil.reproduce import papers
+from gradveil.reproduce.base import Lab, run_experiment
+
+PAPER = papers()["soteria"]
+
+
+def smoke(name, out, data_root=None):
+    heard = []
+    lab = Lab(out / name, "smoke", data_root=data_root, workers=0, progress=lambda share, doing: heard.append(share))
+    document = run_experiment(PAPER, name, lab)
+    assert heard
+    assert all(0 <= share <= 1 for share in heard)
+    assert json.loads((lab.out / "results.json").read_bytes()) == document
+    return document["rows"], lab.out
+
+
+def test_the_papers_tables_and_figures_are_all_there():
+    assert list(PAPER.experiments) == ["1", "fig3", "fig5", "fig6", "fig7"]
+
+
+@pytest.mark.slow
+def test_convergence(tmp_path):
+    rows, out = smoke("fig7", tmp_path)
+    assert [row["defence"] for row in rows] == ["none", "soteria:count=50"]
+    for row in rows:
+        assert row["optimum"] < row["loss_last_round"] < row["loss_first_round"]
+        assert 0 < row["gap"] < row["bound_on_gap"]
+    assert (out / "convergence.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_representations_follow_the_paper_where_classes_are_few(tmp_path, real_data):
+    rows, _ = smoke("1", tmp_path, real_data)
+    assert rows[0]["training"] == "E=1, B=32"
+    first = [float(value) for value in rows[0]["errors"].split(" / ")]
+    assert all(abs(ours - paper) < 0.1 for ours, paper in zip(first, (0.98, 0.99, 0.99), strict=True))
+    iid = [float(value) for value in rows[-1]["errors"].split(" / ")]
+    assert sum(iid) < sum(first) - 1
+
+
+@pytest.mark.slow
+def test_parts_of_the_gradient(tmp_path, real_data):
+    rows, out = smoke("fig3", tmp_path, real_data)
+    assert len(rows) == 4
+    assert all(row["mse"] > 0 for row in rows)
+    assert (out / "audit-cifar10" / "report.html").exists()
