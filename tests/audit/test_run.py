@@ -308,3 +308,10 @@ def test_what_would_make_every_cell_fail_is_found_before_any_work(small, tmp_pat
 def test_lpips_is_measured_with_the_weights_of_the_data_root(small, tmp_path, real_data):
     result = audit(small(rounds=0, attacks="gs:iterations=2"), tmp_path / "run", workers=0, data_root=real_data)
     assert all(row["lpips"] > 0 and not row["why"] for row in result.rows)
+
+
+def test_a_certificate_stands_in_its_rows(small, tmp_path):
+    result = audit(small(defences="soteria:prune=0.5", rounds=0), tmp_path / "run", workers=0)
+    bounds = {row["defence"]: row["certificate"] for row in result.rows}
+    assert bounds["none"] is None
+    assert bounds["soteria:prune=0.5"] > 0

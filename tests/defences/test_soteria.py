@@ -316,3 +316,18 @@ def test_the_last_matrix_is_the_last_layers_in_every_model_of_the_zoo(name):
 def test_bad_settings(wrong):
     with pytest.raises(ConfigError, match=wrong.split("=")[0]):
         build_defence(f"soteria:{wrong}")
+
+
+def test_the_certificate_is_theorem_1_for_what_is_pruned():
+    """On a linear network the bound is |r - r'| over the largest singular value, and pruning more certifies more."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 3))
+    images = torch.rand(4, 1, 4, 4)
+    batch = Batch(images, torch.tensor([0, 1, 2, 0]), torch.zeros(4) > 0)
+    bounds = [Soteria(count=count).certificate(network, batch, torch.Generator().manual_seed(0)) for count in (0, 1, 6)]
+    stretch = torch.linalg.matrix_norm(network[1].weight.detach(), 2)
+    everything = network[1](images.flatten(1)).detach().norm(dim=1) / stretch
+    torch.testing.assert_close(bounds[2], everything, rtol=1e-3, atol=1e-4)
+    assert (bounds[1] < bounds[2]).all()
+    assert (bounds[1] > 0).all()
+    assert Soteria(prune=0.0).certificate(network, batch, torch.Generator()).tolist() == [0, 0, 0, 0]

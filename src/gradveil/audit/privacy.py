@@ -31,7 +31,7 @@ PUBLIC = 500
 
 PRIVACY = (
     "kind", "defence", "attack", "adaptive", "seed", "target", "mse", "psnr", "ssim", "lpips", "label_accuracy",
-    "converged", "attacker_loss", "knows", "epsilon", "delta", "seconds", "why", "failed", "cell",
+    "converged", "attacker_loss", "knows", "epsilon", "delta", "certificate", "seconds", "why", "failed", "cell",
 )  # fmt: skip
 
 
@@ -46,7 +46,19 @@ def attack_cell(
     result = attack(seen, stream(cell.seed, "attack", cell.first))
     share = (time.perf_counter() - started) / len(private)
     budget = defence.budget(_local(settings, cell).releases(settings.images))
-    return _scored(cell, seen, result, private, budget, share, root)
+    rows, pictures = _scored(cell, seen, result, private, budget, share, root)
+    bounds = _certified(cell, seen, private, defence)
+    return [row | {"certificate": bound} for row, bound in zip(rows, bounds, strict=True)], pictures
+
+
+def _certified(cell: Cell, seen: Observation, private: list[Batch], defence: Defence) -> list[float | None]:
+    """The least distance that the defence certifies for any image of each target."""
+    device = next(seen.network.parameters()).device
+    everything = [torch.cat([getattr(b, name) for b in private]) for name in ("images", "labels", "sensitive")]
+    found = defence.certificate(seen.network, Batch(*everything).to(device), stream(cell.seed, "certificate"))
+    if found is None:
+        return [None] * len(private)
+    return [finite(float(bound)) for bound in found.view(len(private), -1).amin(1)]
 
 
 def _keeping(attack: Attack) -> Attack:
@@ -124,6 +136,7 @@ def _scored(
             "knows": seen.threat.names,
             "epsilon": finite(budget.epsilon if budget else None),
             "delta": budget.delta if budget else None,
+            "certificate": None,
             "seconds": round(seconds, 3),
             "why": "; ".join(filter(None, [result.why[number] if result.why else "", *reasons[number]])),
             "failed": False,

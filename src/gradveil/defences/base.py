@@ -190,6 +190,13 @@ class Defence(Component):
         """The guarantee of differential privacy for a training that releases so much; None where there is none."""
         return None
 
+    def certificate(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor | None:
+        """(N,) a lower bound on the distance of each image from what can be rebuilt of it; None where there is none.
+
+        The defence says what it bounds, and when. Distances are Euclidean, of pixels in [0, 1].
+        """
+        return None
+
     def overrides(self, hook: str) -> bool:
         """Whether this defence asks for a hook, i.e. replaces the identity."""
         return getattr(type(self), hook) is not getattr(Defence, hook)

@@ -131,6 +131,11 @@ class Chain(Defence):
         safe = all(defence.post_processing for defence in others)
         return known[0] if len(known) == 1 and safe else None
 
+    def certificate(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor | None:
+        """The first member's that has one; what the others do is not part of it."""
+        found = (defence.certificate(network, batch, rng) for defence in self.defences)
+        return next((bound for bound in found if bound is not None), None)
+
     def overrides(self, hook: str) -> bool:
         """Whether any member asks for the hook."""
         return any(defence.overrides(hook) for defence in self.defences)

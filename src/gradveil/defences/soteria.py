@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from gradveil.defences.base import Client, Countermove, Defence
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.grads import jacobian_row_norms, layer_inputs
+from gradveil.leak import certificate
 from gradveil.randomness import global_stream
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
@@ -112,6 +113,15 @@ class Soteria(Defence):
         if any(tensor.dim() > 2 and name not in weights for name, tensor in seen.items()):
             return {"layer": layer, "columns": columns}
         return {"columns": columns, "layer": layer}
+
+    def certificate(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor | None:
+        """Theorem 1 at the first protected layer: to first order, and for an attacker who inverts r' alone."""
+        model = copy.deepcopy(network).eval()
+        name = (self.layers or _last_linear(model))[0]
+        with torch.no_grad():
+            inputs = layer_inputs(model, [name], batch.images)[0]
+        norms = self._row_norms(model, [name], batch.images, [inputs.shape[1]], rng)[0]
+        return certificate(model, name, batch.images, self._pruned(name, inputs, norms), rng=rng)
 
     def _row_norms(
         self, network: nn.Module, names: Sequence[str], images: Tensor, sizes: list[int], rng: torch.Generator

@@ -44,7 +44,7 @@ def _csv(lines: Sequence[Mapping[str, Any]]) -> bytes:
     names = (
         "defence", "attack", "adaptive", "n", "seeds", "failed", "psnr", "psnr_low", "psnr_high", "psnr_worst", "ssim",
         "lpips", "recognisable", "label_accuracy", "not_converged", "epsilon", "delta", "knows", "seconds",
-        "epsilon_training", "delta_training", "accuracy",
+        "epsilon_training", "delta_training", "certificate", "accuracy",
         "accuracy_sensitive", "round_seconds", "overhead",
     )  # fmt: skip
     buffer = io.StringIO()

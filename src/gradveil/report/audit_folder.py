@@ -13,7 +13,7 @@ from gradveil.errors import RunFolderError
 Row = dict[str, Any]
 
 _NUMBERS = (
-    "mse", "psnr", "ssim", "lpips", "label_accuracy", "attacker_loss", "epsilon", "delta", "seconds",
+    "mse", "psnr", "ssim", "lpips", "label_accuracy", "attacker_loss", "epsilon", "delta", "certificate", "seconds",
     "accuracy", "accuracy_sensitive", "round_seconds", "overhead", "rounds",
 )  # fmt: skip
 

@@ -102,6 +102,7 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
         "label_accuracy": mean(whole, "label_accuracy"),
         "not_converged": sum(row.get("converged") is False for row in whole),
         **_budget(whole),
+        "certificate": mean(whole, "certificate"),
         "knows": list(dict.fromkeys(item for row in group for item in row.get("knows") or ())),
         "seconds": mean(whole, "seconds"),
         "failed": len(group) - len(whole),
