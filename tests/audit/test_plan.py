@@ -27,3 +27,8 @@ def test_many_targets_are_cut_into_slices_without_gap():
 def test_without_adaptive_or_rounds_there_are_only_plain_attacks():
     cells = plan(AuditSettings(defences=("prune",), rounds=0))
     assert {(cell.kind, cell.adaptive) for cell in cells} == {("privacy", False)}
+
+
+def test_an_attack_that_can_not_adapt_is_run_once():
+    cells = plan(AuditSettings(defences=("prune",), attacks=("representations",), adaptive=True, rounds=0))
+    assert [cell.adaptive for cell in cells] == [False, False]

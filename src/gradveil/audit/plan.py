@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradveil.attacks import build_attack
+from gradveil.attacks.matching import Matching
 from gradveil.audit.settings import AuditSettings
 from gradveil.defences import build_defence
 
@@ -53,7 +55,8 @@ class Cell:
 def plan(settings: AuditSettings) -> list[Cell]:
     """All cells, in the order of the rows: for each seed and defence its training, then its attacks.
 
-    A defence that names no countermove has nothing to know, so that only the plain attack is run on it.
+    A defence that names no countermove has nothing to know, and an attack that matches no gradients has no use for it:
+    then only the plain attack is run.
     """
     cells: list[Cell] = []
     for seed in settings.all_seeds:
@@ -62,7 +65,8 @@ def plan(settings: AuditSettings) -> list[Cell]:
                 cells.append(Cell(f"utility-{len(cells):05d}", "utility", defence, seed))
             knowing = settings.adaptive and build_defence(defence).overrides("adaptive")
             for attack in settings.attacks:
-                for adaptive in (False, True) if knowing else (False,):
+                adapts = knowing and isinstance(build_attack(attack), Matching)
+                for adaptive in (False, True) if adapts else (False,):
                     for first in range(0, settings.targets, SLICE):
                         last = min(first + SLICE, settings.targets)
                         name = f"privacy-{len(cells):05d}"
