@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, separated by commas; a name's beginning will do")
     parser.add_argument("--targets", type=int, default=32)
     parser.add_argument("--attack", default="", help="another attack in place of the table's")
+    parser.add_argument("--model", default="", help="another model in place of the table's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--list", action="store_true")
@@ -156,6 +157,8 @@ def main() -> None:
         setting = EXPERIMENTS[name]
         if options.attack:
             setting = replace(setting, attack=options.attack)
+        if options.model:
+            setting = replace(setting, model=options.model)
         print(line(name, setting, options.data_root, options.targets, options.seed), flush=True)
 
 
