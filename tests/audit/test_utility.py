@@ -1,0 +1,63 @@
+"""The price of a defence: times are of the same rounds, and the budget is the worst client's."""
+
+import pytest
+
+from gradveil.audit import utility
+from gradveil.audit.plan import Cell
+from gradveil.audit.utility import TIMED_ROUNDS, price_cell
+from gradveil.data import load_dataset
+from gradveil.defences import build_defence
+from gradveil.engines.simulation import Simulation
+
+
+def price(settings, defence):
+    (row,) = price_cell(Cell("utility-00000", "utility", defence, 0), settings, load_dataset(settings.dataset))
+    return row
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    """Simulations whose rounds take stated times; the fixture is the order in which they were played."""
+    played, step = [], Simulation.step
+
+    def clocked_step(simulation, number):
+        row, result = step(simulation, number)
+        name = simulation.settings.defence
+        played.append((name, number))
+        took = {"none": 0.5, "prune": 1.5}[name] * (100 if number == 1 else number)  # the first warms caches
+        return row | {"seconds": took}, result
+
+    monkeypatch.setattr(utility.Simulation, "step", clocked_step)
+    return played
+
+
+def test_overhead_is_the_ratio_of_the_same_rounds_taken_in_turns(small, clocked):
+    rounds = TIMED_ROUNDS + 2
+    row = price(small(rounds=rounds), "prune")
+    assert row["overhead"] == 3.0
+    assert clocked[:4] == [("none", 1), ("prune", 1), ("prune", 2), ("none", 2)]  # who goes first changes
+    assert sum(name == "none" for name, _ in clocked) == TIMED_ROUNDS
+    assert [number for name, number in clocked if name == "prune"] == list(range(1, rounds + 1))
+
+
+def test_none_is_not_trained_twice(small, clocked):
+    assert price(small(rounds=2), "none")["overhead"] == 1.0
+    assert clocked == [("none", 1), ("none", 2)]
+
+
+def test_the_figures_are_those_of_the_training(small):
+    settings = small(rounds=3, defences="prune")
+    row = price(settings, "prune")
+    with Simulation(settings.training("prune", 0), workers=0) as simulation:
+        last = list(simulation.run())[-1]
+    assert (row["accuracy"], row["accuracy_sensitive"]) == (last["accuracy"], last["accuracy_sensitive"])
+    assert row["loss"] == last["loss"]
+
+
+def test_the_budget_is_that_of_the_client_which_gives_away_most(small):
+    settings = small(rounds=2, partition="dirichlet:alpha=1.0", defences="dp-sgd")
+    with Simulation(settings.training("dp-sgd", 0), workers=0) as simulation:
+        sizes, how = set(simulation.sizes), utility.local_settings(simulation.settings)
+    each = [build_defence("dp-sgd").budget(how.releases(size, 2)).epsilon for size in sizes]
+    assert len(set(each)) > 1
+    assert price(settings, "dp-sgd")["epsilon"] == max(each)
