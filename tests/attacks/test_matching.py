@@ -16,6 +16,7 @@ from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.metrics import align
 from gradveil.models import create_model
 from gradveil.observe import observe
+from gradveil.progress import listening
 from gradveil.threat import ThreatModel
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run, scene
@@ -201,3 +202,11 @@ def test_parts_that_a_network_lacks_are_refused():
 def test_an_unknown_part_is_refused():
     with pytest.raises(ConfigError, match="parts"):
         Gs(parts="head")
+
+
+def test_progress_is_told_from_the_first_step_to_the_last_over_all_chunks():
+    _, _, seen = scene(targets=2)
+    heard = []
+    with listening(heard.append):
+        run(Gs(iterations=4, chunk=1), seen)
+    assert heard == [0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.625, 0.75, 0.875, 1]

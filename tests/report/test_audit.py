@@ -109,7 +109,7 @@ def test_all_files_are_written(folder, monkeypatch):
     ]
     assert lines[0]["accuracy"] == "0.969"
     assert lines[0]["psnr_low"] == ""
-    assert lines[2]["knows"] == "labels num-examples defence"
+    assert lines[2]["knows"] == "labels+num-examples+defence"
 
 
 def test_the_same_folder_gives_the_same_page(folder):

@@ -1,8 +1,6 @@
 """An audit in its folder: all cells are worked through, and whatever kills it, finished ones are kept."""
 
-import csv
 import hashlib
-import io
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,6 +68,7 @@ def audit(
     had. A cell that fails is recorded with its reason, and tried again by ``resume``.
     """
     from gradveil.report.audit import write_report  # matplotlib takes a second, and workers draw nothing
+    from gradveil.report.files import to_csv
 
     started = time.perf_counter()
     on_cpu = usable_device(settings.device).type == "cpu"
@@ -103,20 +102,10 @@ def audit(
         rows = _in_order(cells, found)
         progress(len(cells), len(cells), "writing the report")
         write_atomic(out / "rows.jsonl", to_lines(rows))
-        write_atomic(out / "rows.csv", to_csv(rows))
+        write_atomic(out / "rows.csv", to_csv(rows, COLUMNS))
         report = write_report(out)
     failed = {row["cell"]: f"{_title(row)}: {row['why']}" for row in rows if row["failed"]}
     return AuditResult(out, rows, failed, time.perf_counter() - started, dataset.note, report)
-
-
-def to_csv(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Rows as a table with one column a field; lists are joined by +, and what is not there is empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({key: "+".join(value) if isinstance(value, list) else value for key, value in row.items()})
-    return text.getvalue().encode()
 
 
 def _begin(

@@ -1,13 +1,10 @@
 """The report of an audit: reads the folder that ``gradveil audit`` wrote, and never reruns anything."""
 
-import csv
-import io
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from gradveil.report.audit_folder import read_audit
 from gradveil.report.figures import draw_figures
+from gradveil.report.files import to_csv
 from gradveil.report.headline import headline
 from gradveil.report.page import audit_page
 from gradveil.report.sheets import read_gallery
@@ -17,6 +14,14 @@ from gradveil.report.words import command_of
 from gradveil.storage import write_atomic
 
 __all__ = ["command_of", "headline", "summarise", "utility", "write_report"]
+
+
+SUMMARY = (
+    "defence", "attack", "adaptive", "n", "seeds", "failed", "mse", "psnr", "psnr_low", "psnr_high", "psnr_worst",
+    "ssim", "lpips", "recognisable", "label_accuracy", "not_converged", "epsilon", "delta", "certificate", "knows",
+    "seconds", "epsilon_training", "delta_training", "accuracy", "accuracy_sensitive", "round_seconds", "overhead",
+)  # fmt: skip
+"""The columns of summary.csv."""
 
 
 def write_report(folder: Path) -> Path:
@@ -32,25 +37,8 @@ def write_report(folder: Path) -> Path:
     audit = read_audit(folder)
     gallery = read_gallery(audit)
     summary, costs = summarise(audit.rows), utility(audit.rows)
-    write_atomic(folder / "summary.csv", _csv(with_costs(summary, costs)))
+    write_atomic(folder / "summary.csv", to_csv(with_costs(summary, costs), SUMMARY))
     draw_figures(gallery, summary, costs, folder / "figures")
     page = folder / "report.html"
     write_atomic(page, audit_page(audit, gallery).encode("utf-8", "replace"))
     return page
-
-
-def _csv(lines: Sequence[Mapping[str, Any]]) -> bytes:
-    """The summary as a table for other programs: what is missing is empty, lists are joined by spaces."""
-    names = (
-        "defence", "attack", "adaptive", "n", "seeds", "failed", "psnr", "psnr_low", "psnr_high", "psnr_worst", "ssim",
-        "lpips", "recognisable", "label_accuracy", "not_converged", "epsilon", "delta", "knows", "seconds",
-        "epsilon_training", "delta_training", "certificate", "accuracy",
-        "accuracy_sensitive", "round_seconds", "overhead",
-    )  # fmt: skip
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(names)
-    for line in lines:
-        values = (line[name] for name in names)
-        writer.writerow([" ".join(value) if isinstance(value, list) else value for value in values])
-    return buffer.getvalue().encode("utf-8", "replace")

@@ -1,13 +1,12 @@
 """Accuracy and loss over the rounds, as a picture."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from gradveil.storage import write_atomic
+from gradveil.report.files import save_figure
 
 _SERIES = {"accuracy": "test", "accuracy_sensitive": "sensitive (training images)", "accuracy_server": "server's own"}
 
@@ -16,9 +15,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     """Write ``curves.png`` and ``curves.svg`` into ``out``; returns the path of the first."""
     figure = curves(rows)
     for kind in ("svg", "png"):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-        write_atomic(out / f"curves.{kind}", buffer.getvalue())
+        save_figure(figure, out / f"curves.{kind}")
     return out / "curves.png"
 
 

@@ -1,6 +1,5 @@
 """The audit's figures for papers and slides: the plane, and the gallery in one picture."""
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gradveil.report.files import save_figure
 from gradveil.report.labels import spread
 from gradveil.report.plane import METRICS, Point, corners, front, points, shortened, ticks
 from gradveil.report.sheets import Gallery, Line, visible
 from gradveil.report.summary import strongest
-from gradveil.storage import write_atomic
 
 TARGETS = 8
 """Pictures in a row of the gallery's figure."""
@@ -25,9 +24,9 @@ def draw_figures(
     """Write ``plane.png``, ``plane.svg`` and ``gallery.png`` into ``out``, each where there is something to draw."""
     written = []
     if points(summary, costs, "psnr"):
-        written += [_save(plane(summary, costs), out / f"plane.{kind}") for kind in ("png", "svg")]
+        written += [save_figure(plane(summary, costs), out / f"plane.{kind}") for kind in ("png", "svg")]
     if gallery.lines:
-        written.append(_save(pictures(gallery, summary), out / "gallery.png"))
+        written.append(save_figure(pictures(gallery, summary), out / "gallery.png"))
     return written
 
 
@@ -120,11 +119,3 @@ def _show(axes: Any, image: Any, caption: str) -> None:  # noqa: ANN401 - matplo
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     axes.set_title(caption, fontsize=7, y=-0.2, color="#555")
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    buffer = io.BytesIO()
-    kind = path.suffix[1:]
-    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    write_atomic(path, buffer.getvalue())
-    return path

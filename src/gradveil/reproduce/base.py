@@ -1,6 +1,5 @@
 """A paper's experiments, run again: what they are made of, and the folder that their results go to."""
 
-import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from matplotlib.figure import Figure
 
 from gradveil.errors import RunFolderError
+from gradveil.report.files import save_figure
 from gradveil.storage import write_atomic
 
 SCALES = ("smoke", "small", "full")
@@ -100,9 +100,7 @@ def run_experiment(paper: Paper, name: str, lab: Lab) -> dict[str, Any]:
     }
     for figure_name, figure in result.figures.items():
         for kind in ("png", "svg"):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-            write_atomic(lab.out / f"{figure_name}.{kind}", buffer.getvalue())
+            save_figure(figure, lab.out / f"{figure_name}.{kind}")
     write_atomic(lab.out / "results.md", to_markdown(document).encode())
     write_atomic(lab.out / "results.json", json.dumps(document, indent=1, allow_nan=False).encode())
     return document

@@ -14,8 +14,7 @@ from gradveil.threat import Knowledge, Observation
 ROUGHNESS = 0.2
 """Scale of the differences of neighbouring pixels in [0, 1] that an attacker expects.
 
-Three times the mean of MNIST's digits (0.067) and of CIFAR-10 (0.057): the likeliest picture under the mean itself is too
-smooth.
+Three times the mean of MNIST (0.067) and CIFAR-10 (0.057): the likeliest picture under the mean itself is too smooth.
 """
 
 
