@@ -1,6 +1,8 @@
 # Everything runs from .venv, which `make` creates; nothing else needs to be set up.
 PYTHON ?= python3
 BIN := .venv/bin
+# one process a core, one thread a process
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --doctest-modules src tests
 export GRADVEIL_OFFLINE ?= 1
 
 .PHONY: demo test quick check bench clean
@@ -12,10 +14,10 @@ demo: .venv/installed  ## set three defences against two attacks on real digits,
 	  --attacks gs:iterations=1200,sign=none,schedule=cosine,lr=0.3,tv=1e-6,dlg:iterations=30
 
 test: check  ## everything that CI checks
-	$(BIN)/python -m pytest --doctest-modules src tests
+	$(PYTEST)
 
 quick: check  ## the same without the slow tests
-	$(BIN)/python -m pytest --doctest-modules src tests -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: .venv/installed
 	$(BIN)/ruff check .
