@@ -37,6 +37,7 @@ class TrainSettings:
     partition: str = setting(
         "iid", "How the training images are dealt to the clients: iid, by-class, label-parts, dirichlet."
     )
+    aux: str = setting("", "Data set of the guard, for defences that have one; by default it has a client's part.")
     sensitive: str = setting("", "Images marked sensitive: a fraction of each client's, positions 0/5/7, or 3:0/5;4:1.")
     sampled: int = setting(0, "Clients that train in a round, K; 0 is all.")
     sampling: str = setting(
@@ -120,6 +121,7 @@ def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
     return replace(
         settings,
         dataset=absolute_dataset(settings.dataset),
+        aux=absolute_dataset(settings.aux) if settings.aux else "",
         weights=absolute_path(settings.weights),
         model=absolute_spec(settings.model),
         defence=absolute_spec(settings.defence),

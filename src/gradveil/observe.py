@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.client import LocalSettings, train_locally
-from gradveil.defences.base import Client, Defence
+from gradveil.defences.base import Client, Defence, Server
 from gradveil.errors import ConfigError
 from gradveil.flat import FlatModel
 from gradveil.randomness import global_stream, stream
@@ -29,10 +29,13 @@ def observe(
     round_number: int = 1,
     public_data: Batch | None = None,
     class_averages: Tensor | None = None,
+    early: Sequence[Batch] = (),
     seed: int = 0,
     first_client: int = 0,
 ) -> Observation:
     """Let each client train on its private images as it would in a round, and return what a server then has.
+
+    Updates are as the server's hook leaves them. Early clients of the defence (a guard) train first.
 
     Args:
         network: the undefended network with the broadcast weights; left as it is.
@@ -46,6 +49,7 @@ def observe(
         round_number: which round it is, for defences that change over time.
         public_data: images from elsewhere, given to an attacker who is granted them.
         class_averages: (classes, C, H, W), likewise.
+        early: the images of the defence's early clients, one batch each.
         seed: of the clients' random draws.
         first_client: number of the first client; each number has draws of its own.
     """
@@ -60,11 +64,20 @@ def observe(
         )
     with global_stream(seed, "observe"):
         server = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "server"))
-    sent, states = [], []
-    for number, batch in enumerate(private, first_client):
-        update, state = _play(network, batch, defence, how, lr, round_number, number, seed)
-        sent.append(update)
-        states.append(state)
+    side = Server(round_number, server, {}, {}, stream(seed, "observe", "server", round_number))
+    guards = defence.early_clients(len(early) + first_client + len(private))
+    if len(guards) != len(early):
+        raise ConfigError(f"early must be a batch for each of the defence's {len(guards)} guards, got {len(early)}.")
+    others = [number for number in range(len(guards) + first_client + len(private)) if number not in guards]
+
+    def play(number: int, batch: Batch) -> tuple[Update, dict[str, Tensor]]:
+        update, state = _play(network, batch, defence, how, lr, number, side, seed)
+        return defence.on_server(update, side), state
+
+    first = {number: play(number, batch)[0] for number, batch in zip(guards, early, strict=True)}
+    side = replace(side, public=defence.public(first, side))
+    played = [play(number, batch) for number, batch in zip(others[first_client:], private, strict=True)]
+    sent, states = [update for update, _ in played], [state for _, state in played]
     facts: dict[Knowledge, object] = {
         Knowledge.LABELS: _sorted_labels(private),
         Knowledge.NUM_EXAMPLES: len(private[0]),
@@ -85,6 +98,7 @@ def observe(
         num_classes=num_classes,
         single_step=how.num_steps(len(private[0])) == 1,
         threat=threat,
+        public=side.public,
         _facts={knowledge: fact for knowledge, fact in facts.items() if knowledge in threat.knows},
         _step_size=lr,
     )
@@ -96,8 +110,8 @@ def _play(
     defence: Defence,
     how: LocalSettings,
     lr: float,
-    round_number: int,
     number: int,
+    server: Server,
     seed: int,
 ) -> tuple[Update, dict[str, Tensor]]:
     """One client's round, with its own randomness; returns what it sends, and what it keeps."""
@@ -106,10 +120,10 @@ def _play(
         net = FlatModel(module, defence.private)
         received = net.values[net.shared].clone()
         state: dict[str, Tensor] = {}
-        rng = stream(seed, "client", number, "round", round_number)
-        client = Client(number, round_number, module, net.shared_tensors(received), batch, {}, state, rng)
+        rng = stream(seed, "client", number, "round", server.round)
+        client = Client(number, server.round, module, net.shared_tensors(received), batch, server.public, state, rng)
         client = replace(client, data=defence.on_data(batch, client))
-        order = stream(seed, "batches", number, "round", round_number)
+        order = stream(seed, "batches", number, "round", server.round)
         update = train_locally(net, received, client, defence, how, lr, order)
     return update, {**net.private_tensors(), **state}
 

@@ -61,7 +61,7 @@ FOLDERS: Mapping[str, str] = {
     "partitions": "gradveil.data:Partition",
     "models": "gradveil.models:Model",
     "defences": "gradveil.defences:Defence",
-    "attacks": "gradveil.attacks:Attack",
+    "attacks": "gradveil.attacks:AnyAttack",
     "metrics": "gradveil.metrics:Metric",
 }
 """Where each kind of component lives: the package, and the base class exported by it."""

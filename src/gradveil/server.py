@@ -140,6 +140,7 @@ class Round:
         clients: those that trained, each once.
         received: the model they started from.
         sent: what each of them sent, where the round's updates were asked for.
+        recovered: the same after ``on_server``, as they were aggregated.
         model: the model after aggregation.
     """
 
@@ -147,6 +148,7 @@ class Round:
     clients: tuple[int, ...]
     received: Tensors
     sent: Mapping[int, Update]
+    recovered: Mapping[int, Update]
     model: dict[str, Tensor]
 
 
@@ -167,19 +169,24 @@ def play_round(
     lr = learning_rate(settings, number)
     keep = number in settings.save_rounds
     sent: dict[int, Update] = {}
+    kept: dict[int, Update] = {}
     server = Server(number, network, {}, state, stream(settings.seed, "server", number))
 
     # Step 1: choose who trains; early clients always do.
     early = defence.early_clients(len(sizes))
     drawn = sample_clients(settings, sizes, number)
-    weights = update_weights(settings, sizes, drawn, early)
+    if defence.counts_early:
+        weights = update_weights(settings, sizes, drawn, early)
+    else:
+        weights = update_weights(settings, sizes, [client for client in drawn if client not in early])
+        weights |= dict.fromkeys(early, 0.0)
     aggregate = Aggregate(sum(weights.values()))
 
     def collect(clients: Sequence[int], side: Server) -> Iterator[tuple[int, Update]]:
         for client, update in engine.train(number, clients, model, side.public, lr):
-            if keep:
-                sent[client] = update
             recovered = defence.on_server(update, side)
+            if keep:
+                sent[client], kept[client] = update, recovered
             aggregate.add(recovered, weights[client])
             yield client, recovered
 
@@ -193,4 +200,4 @@ def play_round(
         pass
 
     # Step 4: the sum of the weighted updates moves the global model.
-    return Round(number, (*early, *others), model, sent, aggregate.apply(model))
+    return Round(number, (*early, *others), model, sent, kept, aggregate.apply(model))

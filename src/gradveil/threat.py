@@ -76,6 +76,7 @@ class Observation:
         num_classes: of the task.
         single_step: whether each update is one step on one batch (FedSGD), so that it is a gradient but for a factor.
         threat: what was granted.
+        public: what the server broadcast beside the model.
     """
 
     network: nn.Module
@@ -85,6 +86,7 @@ class Observation:
     num_classes: int
     single_step: bool
     threat: ThreatModel
+    public: Tensors = field(default_factory=dict)
     _facts: dict[Knowledge, object] = field(default_factory=dict, repr=False)
     _step_size: float | None = field(default=None, repr=False)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradveil.defences
-from gradveil.defences import HOOKS, Client, Defence, Server, build_defence
+from gradveil.defences import HOOKS, Arrived, Client, Defence, Server, build_defence
 from gradveil.registry import components
 from gradveil.types import Batch, Update
 
@@ -167,7 +167,7 @@ class TestEveryDefence:
         defence = build_defence(name)
         seen = {k: torch.stack([v, 2 * v, 0 * v]) for k, v in shared(defence, make_client(defence)).items()}
         kept = copy.deepcopy(seen)
-        moves = defence.adaptive(seen, [0.5])
+        moves = defence.adaptive(Arrived(seen, [0.5]))
         assert moves, f"{name} names no countermove"
         for move in moves.values():
             assert move.distance in ("", "l2", "l1", "cosine")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.defences import Client, build_defence
+from gradveil.defences import Arrived, Client, build_defence
 from gradveil.types import Batch, Update
 
 NO_BATCH = Batch(torch.zeros(0, 1, 1, 1), torch.zeros(0).long(), torch.zeros(0) > 0)
@@ -86,7 +86,7 @@ class NoiseLaws:
             change = defence.perturb(change, generator)
         seen = {name: torch.stack([tensor, 0 * tensor]) / -sum(steps) for name, tensor in change.items()}
         targets = seen if relative else {name: tensor[:1] for name, tensor in seen.items()}
-        ((name, move),) = defence.adaptive(targets, steps).items()
+        ((name, move),) = defence.adaptive(Arrived(targets, steps)).items()
         assert (name, move.distance, move.sent) == ("likelihood", self.distance, None)
         for key in gradient:
             assert abs(float((seen[key][0] - gradient[key]).std()) / move.noise[key] - 1) < 0.02
@@ -95,7 +95,7 @@ class NoiseLaws:
         for seen in ({"w": torch.zeros(2, 3)}, {"w": torch.full((2, 3), math.inf)}, {"w": torch.zeros(2, 0)}):
             for steps in ([1.0], [0.0]):
                 for defence in (self.make(relative=True), self.make(), self.make(where="gradient")):
-                    noise = defence.adaptive(seen, steps)["likelihood"].noise
+                    noise = defence.adaptive(Arrived(seen, steps))["likelihood"].noise
                     assert noise.keys() == seen.keys()
                     assert all(0 < value < math.inf for value in noise.values())
-        assert self.make(relative=True).adaptive({}, [1.0])["likelihood"].noise == {}
+        assert self.make(relative=True).adaptive(Arrived({}, [1.0]))["likelihood"].noise == {}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.defences import HOOKS, Chain, Client, Defence, Server, build_defence
+from gradveil.defences import HOOKS, Arrived, Chain, Client, Defence, Server, build_defence
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.types import Batch, Update
 
@@ -136,23 +136,25 @@ def test_what_takes_the_gradient_anew_must_not_follow_what_changed_it():
 
 def test_the_attackers_answers_are_played_one_after_the_other():
     seen = {"w": torch.tensor([[3.0, 0.0, 4.0]])}
-    (move,) = build_defence("prune:fraction=0.3+clip:norm=1.0").adaptive(seen, [1.0]).values()
+    (move,) = build_defence("prune:fraction=0.3+clip:norm=1.0").adaptive(Arrived(seen, [1.0])).values()
     sent = move.sent({"w": torch.tensor([[3.0, 9.0, 4.0]])}, seen)["w"]
     torch.testing.assert_close(sent, torch.tensor([[0.6, 0.0, 0.8]]))
 
 
 def test_noises_add_up_and_are_of_no_known_strength_after_scaling():
     seen = {"w": torch.ones(1, 3)}
-    both = build_defence("gaussian:std=3.0+gaussian:std=4.0").adaptive(seen, [1.0])["all"]
+    both = build_defence("gaussian:std=3.0+gaussian:std=4.0").adaptive(Arrived(seen, [1.0]))["all"]
     assert (both.distance, both.noise) == ("l2", {"w": 5.0})
-    scaled = build_defence("gaussian:std=3.0+clip").adaptive(seen, [1.0])["all"]
+    scaled = build_defence("gaussian:std=3.0+clip").adaptive(Arrived(seen, [1.0]))["all"]
     assert (scaled.distance, scaled.noise) == ("", {})
-    pruned = build_defence("gaussian:std=3.0+prune:fraction=0.3").adaptive({"w": torch.tensor([[1.0, 0, 1]])}, [1.0])
+    pruned = build_defence("gaussian:std=3.0+prune:fraction=0.3").adaptive(
+        Arrived({"w": torch.tensor([[1.0, 0, 1]])}, [1.0])
+    )
     assert (pruned["all"].distance, pruned["all"].noise) == ("l2", {"w": 3.0})
 
 
 def test_pruning_before_noise_is_answered_by_its_fraction():
     seen = {"w": torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])}  # noise left no zero
-    move = build_defence("prune:fraction=0.5+gaussian:std=0.1").adaptive(seen, [1.0])["all"]
+    move = build_defence("prune:fraction=0.5+gaussian:std=0.1").adaptive(Arrived(seen, [1.0]))["all"]
     sent = move.sent({"w": torch.tensor([[1.0, 5.0, 2.0, 4.0, 3.0]])}, seen)["w"]
     assert sent.tolist() == [[0, 5, 0, 4, 3]]

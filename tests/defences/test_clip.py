@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradveil.defences import Client, build_defence
+from gradveil.defences import Arrived, Client, build_defence
 from gradveil.defences.clip import Clip
 from gradveil.errors import ConfigError
 from gradveil.types import Batch, Update
@@ -69,7 +69,7 @@ def test_the_attacker_turns_the_true_gradient_into_what_it_saw(where, move):
             change = {name: -0.5 * part for name, part in defence.perturb(gradient, torch.Generator()).items()}
         rows.append(change)
     seen = {name: torch.stack([row[name] for row in rows]) / -0.5 for name in true}
-    found = defence.adaptive(seen, steps)[move]
+    found = defence.adaptive(Arrived(seen, steps))[move]
     assert found.distance == ""
     assert found.noise == {}
     sent = found.sent(true, seen)
@@ -81,7 +81,7 @@ def test_the_attacker_turns_the_true_gradient_into_what_it_saw(where, move):
 def test_a_zero_guess_has_a_finite_slope(move):
     seen = {"a": torch.ones(2, 3), "b": torch.ones(2)}
     guess = {name: torch.zeros_like(tensor).requires_grad_() for name, tensor in seen.items()}
-    sent = Clip().adaptive(seen, [1.0])[move].sent(guess, seen)
+    sent = Clip().adaptive(Arrived(seen, [1.0]))[move].sent(guess, seen)
     slopes = torch.autograd.grad(
         sum((tensor - seen[name]).square().sum() for name, tensor in sent.items()), list(guess.values())
     )
@@ -90,7 +90,9 @@ def test_a_zero_guess_has_a_finite_slope(move):
 
 def test_scaling_gives_the_norm_that_was_seen():
     seen = {"w": torch.tensor([[0.0, 2.0], [0.0, 0.0]])}
-    sent = Clip().adaptive(seen, [1.0])["scale"].sent({"w": torch.tensor([[30.0, 40.0], [1.0, 0.0]])}, seen)["w"]
+    sent = (
+        Clip().adaptive(Arrived(seen, [1.0]))["scale"].sent({"w": torch.tensor([[30.0, 40.0], [1.0, 0.0]])}, seen)["w"]
+    )
     assert torch.allclose(sent, torch.tensor([[1.2, 1.6], [0.0, 0.0]]), atol=1e-6)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from gradveil.accounting import epsilon
 from gradveil.client import LocalSettings, train_locally
-from gradveil.defences import Chain, Client, Releases, build_defence, dp_sgd
+from gradveil.defences import Arrived, Chain, Client, Releases, build_defence, dp_sgd
 from gradveil.defences.dp_sgd import DpSgd
 from gradveil.defences.prune import Prune
 from gradveil.errors import ConfigError, DefenceError
@@ -252,7 +252,7 @@ def test_in_a_chain_pruning_keeps_the_budget():
 
 def test_the_attacker_clips_its_guess_and_knows_the_noise():
     seen = {"w": torch.ones(2, 2), "b": torch.ones(2)}
-    moves = DpSgd(clip=2.0, noise=0.5).adaptive(seen, [0.3, 0.4])
+    moves = DpSgd(clip=2.0, noise=0.5).adaptive(Arrived(seen, [0.3, 0.4]))
     assert list(moves) == ["likelihood", "direction"]
     assert [move.distance for move in moves.values()] == ["l2", "cosine"]
     assert moves["likelihood"].noise == pytest.approx(dict.fromkeys(seen, 2.0 * 0.5 * 0.5 / 0.7))
@@ -262,8 +262,8 @@ def test_the_attacker_clips_its_guess_and_knows_the_noise():
         sent = move.sent(guess, seen)
         assert torch.allclose(sent["w"], torch.tensor([[4 / 3, 4 / 3], [0.1, 0.1]]))
         assert torch.allclose(sent["b"], torch.tensor([2 / 3, 0.1]))
-    assert list(DpSgd(noise=0.0).adaptive(seen, [1.0])) == ["again"]
-    of_four = DpSgd(clip=2.0, noise=0.5).adaptive(seen, [0.3, 0.4], batch_size=4)["likelihood"]
+    assert list(DpSgd(noise=0.0).adaptive(Arrived(seen, [1.0]))) == ["again"]
+    of_four = DpSgd(clip=2.0, noise=0.5).adaptive(Arrived(seen, [0.3, 0.4], batch_size=4))["likelihood"]
     assert of_four.noise == pytest.approx(dict.fromkeys(seen, 2.0 * 0.5 * 0.5 / 0.7 / 4))
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradveil.defences import Client, build_defence
+from gradveil.defences import Arrived, Client, build_defence
 from gradveil.defences.prune import Prune
 from gradveil.errors import ConfigError
 from gradveil.types import Batch, Update
@@ -91,7 +91,7 @@ def test_the_attacker_turns_the_true_gradient_into_what_it_saw(scope, move):
     rates = [0.0, 0.3, 0.7, 1.0]  # another rate for each target
     each = [prune({name: tensor[t] for name, tensor in true.items()}, fraction=rates[t], scope=scope) for t in range(4)]
     seen = {name: torch.stack([part[name] for part in each]) for name in true}
-    moves = Prune(scope=scope).adaptive(seen, [0.1])
+    moves = Prune(scope=scope).adaptive(Arrived(seen, [0.1]))
     assert moves[move].distance == ""
     assert moves[move].noise == {}
     guess = {name: tensor.clone().requires_grad_() for name, tensor in true.items()}
@@ -103,7 +103,11 @@ def test_the_attacker_turns_the_true_gradient_into_what_it_saw(scope, move):
 
 def test_pruning_again_follows_the_guess():
     seen = {"w": torch.tensor([[0.0, 5.0, 6.0], [0.0, 0.0, 0.0]])}
-    sent = Prune().adaptive(seen, [1.0])["again"].sent({"w": torch.tensor([[3.0, 1.0, 2.0], [1.0, 1.0, 1.0]])}, seen)
+    sent = (
+        Prune()
+        .adaptive(Arrived(seen, [1.0]))["again"]
+        .sent({"w": torch.tensor([[3.0, 1.0, 2.0], [1.0, 1.0, 1.0]])}, seen)
+    )
     assert sent["w"].tolist() == [[3, 0, 2], [0, 0, 0]]
 
 

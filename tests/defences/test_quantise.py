@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradveil.defences import Client, build_defence
+from gradveil.defences import Arrived, Client, build_defence
 from gradveil.defences.quantise import Quantise
 from gradveil.errors import ConfigError
 from gradveil.types import Batch, Update
@@ -103,7 +103,7 @@ def test_to_the_attacker_the_true_gradient_explains_all_that_it_saw():
     defence = Quantise(bits=3)
     rows = [defence.perturb({name: tensor[t] for name, tensor in true.items()}, rng(t)) for t in range(3)]
     seen = {name: torch.stack([row[name] for row in rows]) for name in true}
-    ((name, move),) = defence.adaptive(seen, [0.1]).items()
+    ((name, move),) = defence.adaptive(Arrived(seen, [0.1])).items()
     assert (name, move.distance, move.noise) == ("cell", "l2", {})
     assert all(torch.allclose(tensor, seen[key], atol=1e-6) for key, tensor in move.sent(true, seen).items())
 
@@ -115,7 +115,7 @@ def test_to_the_attacker_rounding_at_random_is_noise_of_the_right_strength(bits)
     defence = Quantise(bits=bits, stochastic=True)
     rows = [defence.perturb({name: tensor[t] for name, tensor in true.items()}, rng(t)) for t in range(2)]
     seen = {name: torch.stack([row[name] for row in rows]) for name in true}
-    ((name, move),) = defence.adaptive(seen, [0.1]).items()
+    ((name, move),) = defence.adaptive(Arrived(seen, [0.1])).items()
     assert (name, move.distance, move.sent) == ("likelihood", "l2", None)
     spread = (seen["a"] - true["a"]).std().item()
     assert move.noise["a"] == pytest.approx(spread, rel=0.05 if bits > 1 else 0.3)  # an upper bound for one bit
@@ -125,7 +125,7 @@ def test_to_the_attacker_rounding_at_random_is_noise_of_the_right_strength(bits)
 def test_what_lies_outside_the_cell_counts():
     seen = {"w": torch.tensor([[3.0, 0.0, -1.0]])}  # levels of 1
     guess = torch.tensor([[3.2, 0.75, -3.0]], requires_grad=True)
-    sent = Quantise(bits=3).adaptive(seen, [1.0])["cell"].sent({"w": guess}, seen)["w"]
+    sent = Quantise(bits=3).adaptive(Arrived(seen, [1.0]))["cell"].sent({"w": guess}, seen)["w"]
     assert torch.allclose(sent, torch.tensor([[3.0, 0.25, -2.5]]))
     assert torch.autograd.grad(sent.sum(), guess)[0].tolist() == [[0, 1, 1]]
 
@@ -133,7 +133,7 @@ def test_what_lies_outside_the_cell_counts():
 def test_one_bit_is_matched_by_soft_signs():
     seen = {"w": torch.tensor([[2.0, -2.0, 2.0], [0.5, 0.5, -0.5]]), "s": torch.tensor([1.0, 0.0])}
     guess = {"w": torch.tensor([[1.0, -2.0, 3.0], [0.0, 0.0, 0.0]], requires_grad=True), "s": torch.tensor([4.0, 5.0])}
-    ((name, move),) = Quantise().adaptive(seen, [1.0]).items()
+    ((name, move),) = Quantise().adaptive(Arrived(seen, [1.0])).items()
     assert (name, move.distance) == ("sign", "cosine")
     sent = move.sent(guess, seen)
     assert torch.allclose(sent["w"], torch.tensor([[2 / 3, -1.0, 6 / 5], [0, 0, 0]]))

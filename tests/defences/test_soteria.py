@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradveil.client import LocalSettings, train_locally
-from gradveil.defences import Chain, Client, build_defence, soteria
+from gradveil.defences import Arrived, Chain, Client, build_defence, soteria
 from gradveil.defences.prune import Prune
 from gradveil.defences.soteria import Soteria, feature_scores
 from gradveil.errors import ConfigError, DefenceError
@@ -288,7 +288,7 @@ def test_the_attacker_leaves_out_zero_columns_or_the_layer():
     weight = torch.tensor([[[1.0, 0.0, 0.0], [2.0, 0.0, 3.0]], [[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]])
     seen = {"fc1.weight": torch.ones(2, 3, 2), "fc2.weight": weight, "fc2.bias": torch.zeros(2, 2)}
     guess = {name: torch.full_like(tensor, 5.0) for name, tensor in seen.items()}
-    moves = Soteria().adaptive(seen, [1.0])
+    moves = Soteria().adaptive(Arrived(seen, [1.0]))
     sent = moves["columns"].sent(guess, seen)
     assert sent["fc2.weight"].tolist() == [[[5.0, 0.0, 5.0]] * 2, [[0.0, 5.0, 5.0]] * 2]
     assert torch.equal(sent["fc1.weight"], guess["fc1.weight"])
@@ -296,8 +296,8 @@ def test_the_attacker_leaves_out_zero_columns_or_the_layer():
     assert list(moves) == ["layer", "columns"]
     assert moves["layer"].weights == {"fc2.weight": 0.0}
     only = {name: seen[name] for name in ("fc2.weight", "fc2.bias")}  # without it nothing would be left to match
-    assert list(Soteria().adaptive(only, [1.0])) == ["columns", "layer"]
-    assert Soteria(layers=("fc1", "other")).adaptive(seen, [1.0])["layer"].weights == {"fc1.weight": 0.0}
+    assert list(Soteria().adaptive(Arrived(only, [1.0]))) == ["columns", "layer"]
+    assert Soteria(layers=("fc1", "other")).adaptive(Arrived(seen, [1.0]))["layer"].weights == {"fc1.weight": 0.0}
 
 
 @pytest.mark.parametrize("name", list(components("models")))
@@ -306,7 +306,7 @@ def test_the_last_matrix_is_the_last_layers_in_every_model_of_the_zoo(name):
         network = components("models")[name]().build((3, 32, 32), 10)
     shapes = {key: torch.empty(1, *p.shape, device="meta") for key, p in network.named_parameters()}
     (layer,) = soteria._last_linear(network)
-    assert Soteria().adaptive(shapes, [1.0])["layer"].weights == {f"{layer}.weight": 0.0}
+    assert Soteria().adaptive(Arrived(shapes, [1.0]))["layer"].weights == {f"{layer}.weight": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,22 @@
-"""What an attack is: one method, from what a server saw to images. It never meets private data."""
+"""What an attack is: from what a server saw to images, or from a model to who was in its training. One method each."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradveil.errors import ThreatModelError
+from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.registry import Component, build
 from gradveil.threat import Knowledge, Observation, Reconstruction
+from gradveil.types import Batch
+from gradveil.validate import in_range
 
 
 @dataclass(frozen=True)
-class Attack(Component, ABC):
-    """Base of all attacks: a subclass has `run`; calling the object guards it.
+class AnyAttack(Component, ABC):
+    """Base of all attacks, whatever they are after.
 
     Attributes:
         needs: knowledge without which the attack does not run at all.
@@ -22,6 +24,38 @@ class Attack(Component, ABC):
 
     kind: ClassVar[str] = "attacks"
     needs: ClassVar[frozenset[Knowledge]] = frozenset()
+
+
+@dataclass(frozen=True)
+class MembershipAttack(AnyAttack):
+    """Base of the attacks that tell a client's training images from others: a subclass has `scores`.
+
+    Attributes:
+        every: rounds between two local models that are attacked.
+        images: members that are tried on each of them at most, and as many others.
+    """
+
+    every: int = 5
+    images: int = 500
+
+    def __post_init__(self) -> None:
+        in_range("every", self.every, 1)
+        in_range("images", self.images, 1)
+
+    @abstractmethod
+    def scores(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor:
+        """(N,) how much each image looks like one that the network was trained on; higher is more like it.
+
+        Args:
+            network: a client's model as the server knows it, in evaluation mode.
+            batch: images with their labels, those of the client and others, in any order and without a mark.
+            rng: for all random draws.
+        """
+
+
+@dataclass(frozen=True)
+class Attack(AnyAttack):
+    """Base of the attacks that rebuild images: a subclass has `run`; calling the object guards it. Never meets them."""
 
     @abstractmethod
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
@@ -59,14 +93,25 @@ class Attack(Component, ABC):
         )
 
 
+def build_any_attack(spec: str) -> AnyAttack:
+    """Build an attack of either kind from its text."""
+    return build(AnyAttack, spec)
+
+
 def build_attack(spec: str) -> Attack:
-    """Build an attack from its text.
+    """Build an attack that rebuilds images from its text.
 
     Example:
         >>> build_attack("gs:iterations=500").spec
         'gs:iterations=500'
     """
-    return build(Attack, spec)
+    attack = build_any_attack(spec)
+    if not isinstance(attack, Attack):
+        raise ConfigError(
+            f"The attack must be one that rebuilds images here, got {attack.name!r}, which tells members from others. "
+            f"Choose another, or run gradveil audit --attacks {attack.name}."
+        )
+    return attack
 
 
 def diagnose(seen: Observation) -> list[str]:

@@ -84,7 +84,8 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
     steps = [Step(phase, restarts, seen, replay) for phase in search.phases]
     step = steps[-1]
-    together = Task(seen.mean_gradients, search.priors.statistics, None)
+    wanted = seen.mean_gradients if search.look is None else search.look(seen.mean_gradients)
+    together = Task(wanted, search.priors.statistics, None)
 
     def task_of(some: Tensor) -> Task:
         task = together.of(rows[some].to(step.device))

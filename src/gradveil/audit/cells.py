@@ -32,7 +32,7 @@ def run_cell(
     try:
         with single_thread():
             if cell.kind == "utility":
-                return price_cell(cell, settings, dataset), {}
+                return price_cell(cell, settings, dataset, root), {}
             return attack_cell(cell, settings, dataset, root)
     except GradveilError as error:
         return failed_rows(cell, f"{type(error).__name__}: {error}"), {}

@@ -13,7 +13,8 @@ from gradveil.attacks.matching import Matching
 from gradveil.audit.plan import Cell, Rows, facts_of, finite
 from gradveil.audit.settings import AuditSettings
 from gradveil.client import LocalSettings
-from gradveil.data import Dataset
+from gradveil.data import Dataset, load_dataset
+from gradveil.data.auxiliary import joined, refuse_overlap
 from gradveil.defences import Budget, Defence, build_defence
 from gradveil.engines.devices import local_settings, make_network
 from gradveil.engines.simulation import chosen_normalisation, usable_device
@@ -26,6 +27,8 @@ from gradveil.types import Batch
 
 ITERATES = 12
 """Pictures on the way that are kept of an attack which keeps any."""
+GUARDED = 64
+"""Images of a guard that trains locally, at most."""
 PUBLIC = 500
 """Test images that stand for public data of the same kind."""
 
@@ -42,7 +45,7 @@ def attack_cell(
     private = private_batches(settings, dataset)[cell.first : cell.last]
     defence, attack = build_defence(cell.defence), _keeping(build_attack(cell.attack))
     started = time.perf_counter()
-    seen = _observed(cell, settings, dataset, private, defence)
+    seen = _observed(cell, settings, dataset, private, defence, root)
     result = attack(seen, stream(cell.seed, "attack", cell.first))
     share = (time.perf_counter() - started) / len(private)
     budget = defence.budget(_local(settings, cell).releases(settings.images))
@@ -69,7 +72,12 @@ def _keeping(attack: Attack) -> Attack:
 
 
 def _observed(
-    cell: Cell, settings: AuditSettings, dataset: Dataset, private: list[Batch], defence: Defence
+    cell: Cell,
+    settings: AuditSettings,
+    dataset: Dataset,
+    private: list[Batch],
+    defence: Defence,
+    root: Path | None,
 ) -> Observation:
     """What a server sees of these clients: each sends one update from the network that all received."""
     device = usable_device(settings.device)
@@ -86,9 +94,31 @@ def _observed(
         lr=settings.lr if settings.update == "local" else 1.0,
         public_data=_public(dataset, device),
         class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
+        early=[batch.to(device) for batch in _guards(settings, dataset, defence, root)],
         seed=cell.seed,
         first_client=cell.first,
     )
+
+
+def _guards(settings: AuditSettings, dataset: Dataset, defence: Defence, root: Path | None) -> list[Batch]:
+    """The images of the defence's guards: those of ``aux``, else the last test images, which are nobody's.
+
+    A guard sends the gradient of as many images as the others do; its local training has more.
+    """
+    count = len(defence.early_clients(settings.clients))
+    wanted = count * (settings.images if settings.update == "gradient" else GUARDED)
+    if not count:
+        return []
+    if settings.aux:
+        other = load_dataset(settings.aux, root)
+        split = joined(dataset, other)
+        chosen = np.arange(len(dataset.train), len(split))[:wanted]
+        refuse_overlap(split, np.arange(len(dataset.train)), chosen)
+    else:
+        split, chosen = dataset.test, np.arange(len(dataset.test))[-wanted:]
+    images, labels = _images(split.images[chosen]), torch.from_numpy(split.labels[chosen])
+    whole = Batch(images, labels, torch.zeros(len(images), dtype=torch.bool))
+    return [whole[slice(number, None, count)] for number in range(count)]
 
 
 def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:

@@ -40,6 +40,7 @@ class AuditSettings:
     clients: int = setting(10, "Clients of that training.")
     sampled: int = setting(0, "Clients that train in a round; 0 is all.")
     partition: str = setting("iid", "How training images are dealt: iid, by-class, label-parts, dirichlet.")
+    aux: str = setting("", "Data set of the guard, for defences that have one; by default it has a client's part.")
     sensitive: str = setting("0.1", "Images marked sensitive: a fraction of each client's, or positions 0/5/7.")
     algorithm: str = setting("fedavg", "Of that training: fedavg, or fedsgd.")
     epochs: int = setting(1, "Local epochs a round.")
@@ -75,7 +76,8 @@ class AuditSettings:
         """The settings of the training that measures a defence's price."""
         mine = {field.name for field in fields(self)}
         same = {field.name: getattr(self, field.name) for field in fields(TrainSettings) if field.name in mine}
-        return TrainSettings(**same | {"defence": defence, "seed": seed})
+        aux = self.aux if build_defence(defence).overrides("early_clients") else ""
+        return TrainSettings(**same | {"defence": defence, "seed": seed, "aux": aux})
 
 
 def _once(build: Callable[[str], Component], specs: Iterable[str]) -> tuple[str, ...]:
@@ -97,6 +99,7 @@ def make_audit_settings(values: Mapping[str, object]) -> AuditSettings:
     return replace(
         settings,
         dataset=absolute_dataset(settings.dataset),
+        aux=absolute_dataset(settings.aux) if settings.aux else "",
         weights=absolute_path(settings.weights),
         model=absolute_spec(settings.model),
         defences=tuple(absolute_spec(spec) for spec in settings.defences),

@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from gradveil.audit.plan import Cell, Rows, facts_of, finite
@@ -23,7 +24,7 @@ UTILITY = (
 )  # fmt: skip
 
 
-def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset) -> Rows:
+def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> Rows:
     """Train under the defence; in the first rounds `none` trains too, in turns, so that a noisy machine hits both."""
     training = settings.training(cell.defence, cell.seed)
     training = dataclasses.replace(training, eval_every=training.rounds)
@@ -32,10 +33,10 @@ def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset) -> Rows:
     plain: list[float] = []
     row: dict[str, Any] = {}
     with ExitStack() as stack:
-        simulation = stack.enter_context(Simulation(training, workers=0, dataset=dataset))
+        simulation = stack.enter_context(Simulation(training, workers=0, dataset=dataset, data_root=root))
         runs = [(simulation, ours)]
         if cell.defence != "none":
-            undefended = Simulation(dataclasses.replace(training, defence="none"), workers=0, dataset=dataset)
+            undefended = Simulation(dataclasses.replace(training, defence="none", aux=""), workers=0, dataset=dataset)
             runs.append((stack.enter_context(undefended), plain))
         for number in range(1, training.rounds + 1):
             for run, seconds in reversed(runs) if number % 2 else runs:  # who goes first changes

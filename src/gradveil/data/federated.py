@@ -1,5 +1,6 @@
 """A data set dealt to clients: who holds which images, and which of them are sensitive."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradveil.data.auxiliary import dealt, joined, placed, refuse_overlap
 from gradveil.data.datasets import Dataset, Split
 from gradveil.data.partition import Partition, mark_sensitive
+from gradveil.errors import ConfigError
 from gradveil.randomness import derive_seed
 from gradveil.registry import build
 from gradveil.types import Batch
@@ -86,13 +89,33 @@ class FederatedData:
         return FederatedData(Split(a[0], a[1]), Split(a[2], a[3]), a[4], a[5], a[6])
 
 
-def federate(dataset: Dataset, partition: str, num_clients: int, sensitive: str, seed: int) -> FederatedData:
-    """Deal the training images to clients by a partition's text (``dirichlet:alpha=0.5``), and mark the sensitive."""
+def federate(
+    dataset: Dataset,
+    partition: str,
+    num_clients: int,
+    sensitive: str,
+    seed: int,
+    aux: Dataset | None = None,
+    guards: Sequence[int] = (),
+) -> FederatedData:
+    """Deal the training images to clients by a partition's text (``dirichlet:alpha=0.5``), and mark the sensitive.
+
+    Clients named in ``guards`` get those of ``aux`` instead, where there is one; the others share the set without them.
+    """
     rng = np.random.default_rng(derive_seed(seed, "partition"))
-    parts = build(Partition, partition).split(dataset.train.labels, num_clients, dataset.num_classes, rng)
+    train, private = dataset.train, num_clients - (len(guards) if aux else 0)
+    if private < 1:
+        raise ConfigError(f"Some client must be no guard, got {num_clients} clients of which {len(guards)} are guards.")
+    parts = build(Partition, partition).split(train.labels, private, dataset.num_classes, rng)
     marks = mark_sensitive(sensitive or None, parts, np.random.default_rng(derive_seed(seed, "sensitive")))
+    if aux is not None:
+        train = joined(dataset, aux)
+        public = dealt(np.arange(len(dataset.train), len(train)), len(guards))
+        refuse_overlap(train, np.concatenate(parts), np.concatenate(public))
+        parts = placed(parts, public, guards)
+        marks = placed(marks, [np.zeros(len(part), bool) for part in public], guards)
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-    return FederatedData(dataset.train, dataset.test, np.concatenate(parts), offsets, np.concatenate(marks))
+    return FederatedData(train, dataset.test, np.concatenate(parts), offsets, np.concatenate(marks))
 
 
 def _batch(split: Split, indices: np.ndarray, sensitive: np.ndarray) -> Batch:

@@ -85,6 +85,7 @@ class Countermove:
             trades the distance against what it believes of images by this.
         weights: factor of a tensor's part in the distance, by its name; 0 leaves it out, absent is 1.
         passes_noise: whether ``sent`` leaves noise that was added before it as strong as it was, where entries survive.
+        look: what of the gradient seen is compared; None compares it as it is.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -92,6 +93,25 @@ class Countermove:
     noise: Mapping[str, float] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     passes_noise: bool = False
+    look: Callable[[Tensors], Tensors] | None = None
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a server has of T clients, for an attacker who knows the defence to choose its countermove by.
+
+    Attributes:
+        gradients: mean gradients as they arrived (after ``on_server``), (T, ...) by name.
+        steps: how long each local step was (learning rate times what the step counts for); the update is minus their
+            sum times the mean gradient.
+        batch_size: images a local step.
+        public: what was broadcast beside the model.
+    """
+
+    gradients: Tensors
+    steps: Sequence[float]
+    batch_size: int = 1
+    public: Tensors = field(default_factory=dict)
 
 
 class Releases(NamedTuple):
@@ -175,16 +195,14 @@ class Defence(Component):
         """What the server broadcasts beside the model, given the early clients' updates (after ``on_server``)."""
         return {}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
-        """How an attacker who knows this defence matches, by name; the first is the one to fear most. No hook.
-
-        Args:
-            seen: mean gradients as they arrived, (T, ...) by name.
-            steps: how long each local step was (learning rate times what the step counts for); the update is minus
-                their sum times the mean gradient.
-            batch_size: images a local step.
-        """
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
+        """How an attacker who knows this defence matches, by name; the first is the one to fear most. No hook."""
         return {}
+
+    @property
+    def counts_early(self) -> bool:
+        """Whether the early clients' updates are aggregated with the others."""
+        return True
 
     def budget(self, releases: Releases) -> Budget | None:
         """The guarantee of differential privacy for a training that releases so much; None where there is none."""

@@ -4,14 +4,14 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.defences.base import Budget, Client, Countermove, Defence, Releases, Server
+from gradveil.defences.base import Arrived, Budget, Client, Countermove, Defence, Releases, Server
 from gradveil.errors import ConfigError
 from gradveil.registry import build
 from gradveil.types import Batch, Tensors, Update
@@ -117,12 +117,21 @@ class Chain(Defence):
             for key, tensor in defence.public(early, own).items()
         }
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Every member's first answer, one after the other."""
-        moves = [next(iter(each.values())) for d in self.defences if (each := d.adaptive(seen, steps, batch_size))]
+        own = (
+            defence.adaptive(replace(arrived, public=_under(f"{position}.", arrived.public)))
+            for position, defence in enumerate(self.defences)
+        )
+        moves = [next(iter(each.values())) for each in own if each]
         if not moves:
             return {}
         return {"all": functools.reduce(_both, moves)}
+
+    @property
+    def counts_early(self) -> bool:
+        """Whether no member leaves the early clients' updates out."""
+        return all(defence.counts_early for defence in self.defences)
 
     def budget(self, releases: Releases) -> Budget | None:
         """The one member's that has a guarantee, if all others only post-process what it left."""
@@ -144,8 +153,12 @@ class Chain(Defence):
         """Each member with its own view of the state and the broadcast."""
         for position, defence in enumerate(self.defences):
             prefix = f"{position}."
-            public = {key.removeprefix(prefix): t for key, t in side.public.items() if key.startswith(prefix)}
-            yield defence, replace(side, public=public, state=_Part(side.state, prefix))
+            yield defence, replace(side, public=_under(prefix, side.public), state=_Part(side.state, prefix))
+
+
+def _under(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
+    """The entries whose key starts with a prefix, under the rest of the key."""
+    return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
 
 
 def _both(first: Countermove, second: Countermove) -> Countermove:
@@ -163,12 +176,20 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
             guess = function(guess, seen)
         return guess
 
+    looks = [move.look for move in (second, first) if move.look is not None]  # what was done last is undone first
+
+    def look(seen: Tensors) -> Tensors:
+        for function in looks:
+            seen = function(seen)
+        return seen
+
     names = {**first.noise, **second.noise}
     noise = {name: math.hypot(first.noise.get(name, 0.0), second.noise.get(name, 0.0)) for name in names}
     weights = {
         name: first.weights.get(name, 1.0) * second.weights.get(name, 1.0) for name in (*first.weights, *second.weights)
     }
-    return Countermove(sent if functions else None, second.distance or first.distance, noise, weights)
+    distance = second.distance or first.distance
+    return Countermove(sent if functions else None, distance, noise, weights, look=look if looks else None)
 
 
 class _Part(MutableMapping[str, Tensor]):

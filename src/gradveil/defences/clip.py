@@ -1,13 +1,13 @@
 """Norm clipping of what is sent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Countermove, Perturbation
+from gradveil.defences.base import Arrived, Countermove, Perturbation
 from gradveil.types import Tensors
 from gradveil.validate import in_range
 
@@ -47,9 +47,9 @@ class Clip(Perturbation):
         excess = (torch.stack(squares or [torch.zeros(())]).sum().sqrt() / self.norm).clamp(min=1.0)
         return {name: _divided(tensor, excess) for name, tensor in tensors.items()}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Clip the guess as the client does, or give it the norm of what was seen."""
-        bound = self.norm / max(sum(steps), 1e-12) if self.where == "update" else self.norm
+        bound = self.norm / max(sum(arrived.steps), 1e-12) if self.where == "update" else self.norm
         return {"again": Countermove(partial(clip_rows, bound=bound)), "scale": Countermove(_same_norm)}
 
 

@@ -1,6 +1,6 @@
 """Differentially private SGD: per-example clipping and Gaussian noise in every local step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.accounting import epsilon
-from gradveil.defences.base import Budget, Client, Countermove, Defence, Releases
+from gradveil.defences.base import Arrived, Budget, Client, Countermove, Defence, Releases
 from gradveil.defences.clip import clip_rows, row_norms
 from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.errors import DefenceError
@@ -104,7 +104,7 @@ class DpSgd(Defence):
         expected = client.state.pop(_NUM_EXAMPLES, None)
         return update if expected is None else replace(update, num_examples=min(int(expected), len(client.data)))
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Clip the guess, and match by the noise's likelihood or by direction.
 
         A mean of clipped gradients has a norm of at most ``clip`` too.
@@ -112,8 +112,8 @@ class DpSgd(Defence):
         clipped = partial(clip_rows, bound=self.clip)
         if self.noise == 0:
             return {"again": Countermove(clipped)}
-        std = self.noise * self.clip / batch_size
-        noise = seen_noise(seen, std, noise_spread("gradient", steps), relative=False)
+        std = self.noise * self.clip / arrived.batch_size
+        noise = seen_noise(arrived.gradients, std, noise_spread("gradient", arrived.steps), relative=False)
         return {"likelihood": Countermove(clipped, "l2", noise), "direction": Countermove(clipped, "cosine")}
 
     def budget(self, releases: Releases) -> Budget | None:

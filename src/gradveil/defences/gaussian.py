@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Countermove, Perturbation
+from gradveil.defences.base import Arrived, Countermove, Perturbation
 from gradveil.types import Tensors
 from gradveil.validate import in_range
 
@@ -50,10 +50,14 @@ class Gaussian(Perturbation):
         std = self.std * root_mean_square(tensors) if self.relative else self.std
         return {name: _noisy(tensor, std, rng) for name, tensor in tensors.items()}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """The noise's likelihood: squared differences, by its standard deviation."""
-        spread = 1.0 if self.where == "update" and self.relative else noise_spread(self.where, steps)
-        return {"likelihood": Countermove(None, "l2", seen_noise(seen, self.std, spread, relative=self.relative))}
+        spread = 1.0 if self.where == "update" and self.relative else noise_spread(self.where, arrived.steps)
+        return {
+            "likelihood": Countermove(
+                None, "l2", seen_noise(arrived.gradients, self.std, spread, relative=self.relative)
+            )
+        }
 
 
 def _noisy(tensor: Tensor, std: float, rng: torch.Generator) -> Tensor:

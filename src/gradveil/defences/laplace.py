@@ -1,13 +1,13 @@
 """Laplace noise on what is sent, without clipping."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Countermove, Perturbation
+from gradveil.defences.base import Arrived, Countermove, Perturbation
 from gradveil.defences.gaussian import noise_spread, root_mean_square, seen_noise
 from gradveil.types import Tensors
 from gradveil.validate import in_range
@@ -50,10 +50,10 @@ class Laplace(Perturbation):
         scale = self.scale * root_mean_square(tensors) if self.relative else self.scale
         return {name: _noisy(tensor, scale, rng) for name, tensor in tensors.items()}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """The noise's likelihood: absolute differences, by its standard deviation."""
-        spread = 1.0 if self.where == "update" and self.relative else noise_spread(self.where, steps)
-        noise = seen_noise(seen, math.sqrt(2) * self.scale, spread, relative=self.relative)
+        spread = 1.0 if self.where == "update" and self.relative else noise_spread(self.where, arrived.steps)
+        noise = seen_noise(arrived.gradients, math.sqrt(2) * self.scale, spread, relative=self.relative)
         return {"likelihood": Countermove(None, "l1", noise)}
 
 

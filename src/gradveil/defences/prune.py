@@ -1,13 +1,13 @@
 """Gradient pruning (compression): only the largest entries are sent."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Countermove, Perturbation
+from gradveil.defences.base import Arrived, Countermove, Perturbation
 from gradveil.types import Tensors
 from gradveil.validate import in_range, one_of
 
@@ -56,16 +56,16 @@ class Prune(Perturbation):
             for (name, tensor), mask in zip(tensors.items(), masks, strict=True)
         }
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Compare the surviving entries only, or prune the guess at the rate found in what was seen.
 
         Where noise was added later, nothing is zero any more: then the guess is pruned by ``fraction``.
         """
-        entries = sum(tensor.numel() for tensor in seen.values())
-        zeros = sum(int((tensor == 0).sum()) for tensor in seen.values())
+        entries = sum(tensor.numel() for tensor in arrived.gradients.values())
+        zeros = sum(int((tensor == 0).sum()) for tensor in arrived.gradients.values())
         if zeros < self.fraction / 2 * entries:
             return {"again": Countermove(self._by_fraction)}
-        return {"surviving": Countermove(_surviving, passes_noise=True), "again": Countermove(self._again)}
+        return {"surviving": Countermove(surviving, passes_noise=True), "again": Countermove(self._again)}
 
     def _by_fraction(self, guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
         """Each target's guess, pruned as the client would have."""
@@ -105,7 +105,8 @@ def _magnitudes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).abs().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _surviving(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
+def surviving(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
+    """The guess without the entries that are zero in what was seen."""
     return {name: tensor * (seen[name] != 0) for name, tensor in guess.items()}
 
 

@@ -1,13 +1,13 @@
 """Quantisation: each entry is rounded to one of a few levels."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Countermove, Perturbation
+from gradveil.defences.base import Arrived, Countermove, Perturbation
 from gradveil.errors import ConfigError
 from gradveil.types import Tensors
 from gradveil.validate import in_range
@@ -62,7 +62,7 @@ class Quantise(Perturbation):
         """Round each tensor by itself; draws one number an entry if stochastic."""
         return {name: self._rounded(tensor, rng) for name, tensor in tensors.items()}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """One bit: compare soft signs. More: count only what lies outside the cell that was rounded.
 
         Rounding at random is unbiased noise: of a variance of 1/6 of a squared level on average, of a whole one for
@@ -70,7 +70,8 @@ class Quantise(Perturbation):
         """
         if self.stochastic:
             share = 1.0 if self.bits == 1 else math.sqrt(1 / 6)
-            sizes = {name: t.abs().reshape(len(t), -1).amax(1).mean().item() for name, t in seen.items() if t.numel()}
+            present = {name: t.abs().reshape(len(t), -1) for name, t in arrived.gradients.items() if t.numel()}
+            sizes = {name: flat.amax(1).mean().item() for name, flat in present.items()}
             noise = {name: share * size / self.levels for name, size in sizes.items() if size > 0}
             return {"likelihood": Countermove(distance="l2", noise=noise)}
         if self.bits == 1:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from gradveil.defences.base import Client, Countermove, Defence
+from gradveil.defences.base import Arrived, Client, Countermove, Defence
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.grads import jacobian_row_norms, layer_inputs
 from gradveil.leak import certificate
@@ -100,17 +100,17 @@ class Soteria(Defence):
             rebuilt[f"{name}.weight"] = (look.downstream.T @ kept).to(gradient[f"{name}.weight"])
         return {**gradient, **rebuilt}
 
-    def adaptive(self, seen: Tensors, steps: Sequence[float], batch_size: int = 1) -> Mapping[str, Countermove]:
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Leave the whole weight out of the match, or the columns that came as zeros.
 
         Without ``layers`` the weight is taken to be the last matrix of the update. Columns are zero where all images of
         a batch agree, so they serve for single images, and for networks that have no other weight.
         """
-        matrices = [name for name, tensor in seen.items() if tensor.dim() == 3]  # (T, out, in)
+        matrices = [name for name, tensor in arrived.gradients.items() if tensor.dim() == 3]  # (T, out, in)
         named = [f"{name}.weight" for name in self.layers] or matrices[-1:]
-        weights = {name: 0.0 for name in named if name in seen}
+        weights = {name: 0.0 for name in named if name in arrived.gradients}
         layer, columns = Countermove(weights=weights), Countermove(_surviving_columns, passes_noise=True)
-        if any(tensor.dim() > 2 and name not in weights for name, tensor in seen.items()):
+        if any(tensor.dim() > 2 and name not in weights for name, tensor in arrived.gradients.items()):
             return {"layer": layer, "columns": columns}
         return {"columns": columns, "layer": layer}
 

@@ -69,8 +69,17 @@ class Simulation:
         self.defence = defence or build_defence(settings.defence)
         device = usable_device(settings.device)
         self.dataset = dataset or load_dataset(settings.dataset, data_root)
+        guards = self.defence.early_clients(settings.clients)
+        if settings.aux and not guards:
+            raise ConfigError(f"aux is for a defence that has a guard, got it with {self.defence.spec!r}. Drop --aux.")
         self.data: FederatedData = federate(
-            self.dataset, settings.partition, settings.clients, settings.sensitive, settings.seed
+            self.dataset,
+            settings.partition,
+            settings.clients,
+            settings.sensitive,
+            settings.seed,
+            load_dataset(settings.aux, data_root) if settings.aux else None,
+            guards,
         )
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
         normalisation = chosen_normalisation(settings.normalise, self.dataset)

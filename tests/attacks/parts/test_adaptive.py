@@ -29,8 +29,8 @@ class Doubling(Defence):
     def on_update(self, update, client):
         return update * 2.0
 
-    def adaptive(self, seen, steps, batch_size=1):
-        noise = dict.fromkeys(seen, self.noise) if self.noise else {}
+    def adaptive(self, arrived):
+        noise = dict.fromkeys(arrived.gradients, self.noise) if self.noise else {}
         double = Countermove(lambda guess, _: {k: 2 * v for k, v in guess.items()}, self.distance, noise)
         return {"double": double, "plain": Countermove(distance="l1")}
 
@@ -72,8 +72,8 @@ def test_steps_reach_the_defence_in_their_length():
     heard = []
 
     class Listening(Doubling):
-        def adaptive(self, seen, steps, batch_size=1):
-            heard.append((next(iter(seen.values())).shape[0], list(steps)))
+        def adaptive(self, arrived):
+            heard.append((next(iter(arrived.gradients.values())).shape[0], list(arrived.steps)))
             return {}
 
     how = LocalSettings(epochs=2, batch_size=2, momentum=0.5)
@@ -145,8 +145,8 @@ def test_a_tensor_can_be_left_out_of_the_match():
             spoilt = torch.randn(update.tensors[name].shape, generator=client.rng)
             return dataclasses.replace(update, tensors={**update.tensors, name: spoilt})
 
-        def adaptive(self, seen, steps, batch_size=1):
-            return {"others": Countermove(weights={next(iter(seen)): 0.0})}
+        def adaptive(self, arrived):
+            return {"others": Countermove(weights={next(iter(arrived.gradients)): 0.0})}
 
     truth, _, seen = scene(defence=Spoilt(), grants=KNOWS)
     knowing, plain = (run(dataclasses.replace(GS, adapt=adapt), seen) for adapt in ("", "none"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gradveil.attacks.parts.search import Search
-from gradveil.defences.base import Countermove
+from gradveil.defences.base import Arrived, Countermove
 from gradveil.errors import UnknownNameError
 from gradveil.models.base import normalisation_of
 from gradveil.threat import Knowledge, Observation
@@ -23,7 +23,7 @@ def countermoves(seen: Observation) -> Mapping[str, Countermove]:
     if not seen.knows(Knowledge.DEFENCE):
         return {}
     batch = seen.num_examples if seen.single_step else seen.local_steps.releases(seen.num_examples).batch_size
-    return seen.defence.adaptive(seen.mean_gradients, seen.step_lengths, batch)
+    return seen.defence.adaptive(Arrived(seen.mean_gradients, seen.step_lengths, batch, seen.public))
 
 
 def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
@@ -52,7 +52,7 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     if not move.noise:
         own = replace(search, objective=replace(search.objective, weights=move.weights))
         first = own if move.distance and move.distance != search.objective.kind and move.distance != "cosine" else None
-        return replace(search, objective=objective, sent=move.sent, first=first)
+        return replace(search, objective=objective, sent=move.sent, look=move.look, first=first)
     pixels = seen.num_examples * math.prod(seen.shape)
     weights = {
         name: move.weights.get(name, 1.0) * (math.sqrt(2) / std if objective.kind == "l1" else 0.5 / std**2) / pixels
@@ -69,6 +69,7 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
         ),
         priors=replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS)),
         sent=move.sent,
+        look=move.look,
         first=replace(search, sent=move.sent, objective=replace(search.objective, weights=move.weights)),
     )
 

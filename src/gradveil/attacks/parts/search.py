@@ -56,6 +56,7 @@ class Search:
         noise: of standard deviation this times the rate, added to each step (adam).
         boxed: whether guesses are kept inside [0, 1].
         sent: what a defence that the attacker knows would make of a guess's gradient, given the one seen.
+        look: what of the gradient seen is compared with that; None compares it as it is.
         first: a search of as many steps, whose best guesses this one starts from.
         residual: the distance that the truth itself is expected to have, under noise.
     """
@@ -69,6 +70,7 @@ class Search:
     noise: float = 0.0
     boxed: bool = True
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
+    look: Callable[[Tensors], Tensors] | None = None
     first: "Search | None" = None
     residual: float = 0.0
 

@@ -1,0 +1,67 @@
+"""The guard's data from another set: public images that stand beside the clients' private ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradveil.data.datasets import Dataset, Split
+from gradveil.errors import ConfigError
+
+
+def joined(dataset: Dataset, aux: Dataset) -> Split:
+    """The training images of both sets, those of ``aux`` last; an error where they don't fit one model."""
+    if aux.shape != dataset.shape:
+        raise ConfigError(
+            f"The guard's images must have the shape {dataset.shape} of {dataset.name!r}, got {aux.shape} in "
+            f"{aux.name!r}. Choose another --aux."
+        )
+    if aux.num_classes > dataset.num_classes:
+        raise ConfigError(
+            f"The guard's images must have at most the {dataset.num_classes} classes of {dataset.name!r}, "
+            f"got {aux.num_classes} in {aux.name!r}. Choose another --aux."
+        )
+    images = [dataset.train.images, aux.train.images]
+    if images[0].dtype != images[1].dtype:
+        images = [part if part.dtype == np.float32 else part.astype(np.float32) / 255 for part in images]
+    return Split(np.concatenate(images), np.concatenate([dataset.train.labels, aux.train.labels]))
+
+
+def refuse_overlap(train: Split, private: np.ndarray, guards: np.ndarray) -> None:
+    """An error where an image of the guards is, pixel for pixel, also one of a private client's.
+
+    Args:
+        train: all training images.
+        private: indices of the private clients' images.
+        guards: indices of the guards' images.
+    """
+    mine = set(_pixels(train, guards))
+    same = sum(pixels in mine for pixels in _pixels(train, private))
+    if same:
+        raise ConfigError(
+            f"The guard's images must be none of the private clients', got {same:,} that are. Choose another --aux."
+        )
+
+
+def dealt(indices: np.ndarray, guards: int) -> list[np.ndarray]:
+    """The guards' images in as many parts as there are guards."""
+    if len(indices) < guards:
+        raise ConfigError(f"The guards' data must hold an image for each of {guards} guards, got {len(indices)}.")
+    return [indices[start::guards] for start in range(guards)]
+
+
+def placed(private: Sequence[np.ndarray], guards: Sequence[np.ndarray], early: Sequence[int]) -> list[np.ndarray]:
+    """All clients' parts by their number: the guards' at ``early``, the private ones in between.
+
+    Example:
+        >>> [int(part[0]) for part in placed([np.array([5]), np.array([6])], [np.array([9])], [1])]
+        [5, 9, 6]
+    """
+    rest, own = iter(private), dict(zip(early, guards, strict=True))
+    return [own[number] if number in own else next(rest) for number in range(len(private) + len(guards))]
+
+
+def _pixels(train: Split, indices: np.ndarray) -> list[bytes]:
+    """Each image as bytes, whatever the type of the pixels."""
+    images = train.images[indices]
+    whole = images if images.dtype == np.uint8 else np.rint(images * 255).astype(np.uint8)
+    return [image.tobytes() for image in whole]

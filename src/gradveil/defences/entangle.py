@@ -1,0 +1,372 @@
+"""Model Entanglement: the most revealing entries of an update are replaced by those of a guard on public data."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.defences.base import Arrived, Client, Countermove, Defence, Server
+from gradveil.defences.prune import surviving
+from gradveil.defences.soteria import feature_scores
+from gradveil.errors import ConfigError, DefenceError
+from gradveil.grads import jacobian_row_norms, layer_inputs
+from gradveil.types import Tensors, Update
+from gradveil.validate import in_range, one_of
+
+_TOGETHER = 8
+"""Products with the Jacobian that are taken together."""
+_SAME = 1e-4
+"""Numbers that differ by less than this share of their size count as the same; they went through float32."""
+
+
+@dataclass(frozen=True)
+class Entangle(Defence):
+    r"""Replace the columns of each fully connected layer that consume the most revealing representations.
+
+    A guard client trains on public data before the others in each round, and its update :math:`g^0` is broadcast. With
+    r the input of a layer, and X the image, a private client sends
+
+    .. math::
+        s_i = \frac{|r_i|}{\|\nabla_X r_i\|_2}, \qquad
+        \Delta' W_{:,i} = \begin{cases} \Delta^0 W_{:,i} & s_i \text{ among the } \mu F \text{ largest of } F \\
+            \Delta W_{:,i} & \text{else} \end{cases}
+
+    .. math::
+        A = \frac 1N \sum_j \left| \frac{\Delta_j}{w_j} \right|, \qquad
+        \mu = \frac{1 - 3 e^{-A}}{10\,(1 + e^{-A})} + (1 - \beta)
+
+    where :math:`\Delta` is the change of the weights in the round and w their values before it. Scores are means over
+    a few of the client's own images, on its trained network. Entries with w = 0 are left out of the sum and of N, and
+    :math:`\mu` is kept in [0, 1]. The guard sends its own update as it is. A client to whom no guard's update came
+    sends nothing.
+
+    Threat model: a curious server that matches single updates as they are.
+    Does not protect: against a server that looks at the guard's update, which it broadcast itself: it leaves the
+        replaced entries out of the match, and the rest determines the image as well. Without that update it finds the
+        same entries in many clients' updates, or leaves out the whole layers. A server that colludes with the guard
+        learns nothing beyond what it has. Nor does it protect BatchNorm's statistics, which are sent as they are.
+    Guarantee: none.
+    Reference: Model Entanglement for solving privacy preserving in federated learning (ICLR 2025 submission, anonymous
+        authors), Section 4, Equations 9 and 10.
+    Differs from the paper: its text says that the adaptive part of Eq. 10 lies in (0, 0.1); for A >= 0 it lies in
+        [-0.1, 0.1), and is used as it stands. It leaves open which entries are adjacent to r (``reach``), how |f'(r)|
+        is taken (here as in Soteria, by ``probes``), on how many images, and what zero weights do to A.
+
+    Attributes:
+        beta: share that stays the client's own, about, in (0.1, 0.9); the paper's choice is 0.7.
+        guards: clients that are guards. Of several, each private client draws a secret mixture anew in each round.
+        aggregate: whether the guards' updates are aggregated too, by the number of their images.
+        reach: ``columns`` of the layers that consume r; ``rows`` adds those of the Linears that produce it, with their
+            biases; ``channels`` does both for convolutions too, but for the first one's columns.
+        layers: names of the Linears, written a/b; none is all of them.
+        images: how many images the scores are taken over.
+        probes: random forward-mode products for the norms; 0 takes them exactly, one backward pass a feature.
+        noise: standard deviation of noise on replaced entries, relative to the guard's root mean square in the tensor.
+    """
+
+    beta: float = 0.7
+    guards: tuple[int, ...] = (0,)
+    aggregate: bool = True
+    reach: str = "columns"
+    layers: tuple[str, ...] = ()
+    images: int = 8
+    probes: int = 32
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        in_range("beta", self.beta, 0.1, 0.9, open_low=True, open_high=True)
+        if not self.guards or len(set(self.guards)) != len(self.guards) or min(self.guards) < 0:
+            raise ConfigError(f"guards must be different clients from 0 on, got {self.guards}.")
+        one_of("reach", self.reach, ["columns", "rows", "channels"])
+        in_range("images", self.images, 1)
+        in_range("probes", self.probes, 0)
+        in_range("noise", self.noise, 0)
+
+    def early_clients(self, num_clients: int) -> tuple[int, ...]:
+        """The guards; some client must be none."""
+        if max(self.guards) >= num_clients or len(self.guards) >= num_clients:
+            raise ConfigError(
+                f"guards must be some of the {num_clients} clients, and not all, got {'/'.join(map(str, self.guards))}."
+            )
+        return self.guards
+
+    def public(self, early: Mapping[int, Update], server: Server) -> Tensors:
+        """Each guard's update, under its number."""
+        missing = [guard for guard in self.guards if guard not in early]
+        if missing:
+            raise DefenceError(
+                f"Defence 'entangle' needs the update of guard {missing[0]} first, got none. Wait for it."
+            )
+        return {f"{guard}.{name}": t for guard in self.guards for name, t in early[guard].tensors.items()}
+
+    @property
+    def counts_early(self) -> bool:
+        """As ``aggregate`` says."""
+        return self.aggregate
+
+    def on_update(self, update: Update, client: Client) -> Update:
+        """Replace the entries next to the most revealing representations; a guard has nothing to hide."""
+        if client.id in self.guards:
+            return update
+        guard = self._mixture(_guards(client.public), client.rng)
+        rate = replacement_rate(update.tensors, client.start, self.beta)
+        changed = dict(update.tensors)
+        for spot in self._spots(client, update.tensors):
+            number = round(rate * len(spot.scores))
+            chosen = spot.scores.argsort(descending=True, stable=True)[:number]
+            for name, axis in spot.entries:
+                _check_guard(guard, name, changed[name])
+                theirs = guard[name] + self._noise(guard[name], client.rng)
+                places = [slice(None)] * axis + [chosen.to(theirs.device)]
+                tensor = changed[name].clone()
+                tensor[tuple(places)] = theirs[tuple(places)].to(tensor)
+                changed[name] = tensor
+        return replace(update, tensors=changed)
+
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
+        """Leave out what is the guard's: read off its update, found in several clients' updates, or whole layers.
+
+        ``guard`` compares with the broadcast update (known without collusion); ``repeated`` needs several clients and
+        one guard; ``layers`` leaves out every Linear's weight; ``outliers`` takes absolute differences, which single
+        foreign entries move little. Where noise hides the guard's entries, whole layers come first.
+        """
+        seen = arrived.gradients
+        matrices = {name: 0.0 for name, tensor in seen.items() if tensor.dim() == 3}  # (T, out, in)
+        convolved = any(tensor.dim() > 3 for tensor in seen.values())
+        moves = {}
+        if convolved and self.reach != "channels":
+            moves["layers"] = Countermove(weights=matrices)
+        moves["outliers"] = Countermove(distance="l1")
+        if self.noise:
+            return moves
+        foreign = {"repeated": _leaving_out(repeated(seen))}
+        if arrived.public:
+            length = -sum(arrived.steps)
+            guards = [{k: t / length for k, t in guard.items()} for guard in _guards(arrived.public)]
+            foreign = {"guard": _leaving_out(foreign_entries(seen, guards)), **foreign}
+        return {**foreign, **moves}
+
+    def _mixture(self, guards: Sequence[Tensors], rng: torch.Generator) -> dict[str, Tensor]:
+        """The only guard's update, or a random mean of several."""
+        if len(guards) != len(self.guards):
+            raise DefenceError(
+                f"Defence 'entangle' sends nothing without its guards' updates, got {len(guards)} of "
+                f"{len(self.guards)}. Wait for the guard, or end the round."
+            )
+        drawn = torch.empty(len(guards), dtype=torch.float64).exponential_(
+            generator=rng
+        )  # normalised: a flat Dirichlet
+        shares = (drawn / drawn.sum()).tolist()
+        mixed = {
+            name: sum((share * guard[name] for share, guard in zip(shares, guards, strict=True)), torch.zeros(()))
+            for name in guards[0]
+        }
+        if not all(bool(tensor.isfinite().all()) for tensor in mixed.values()):
+            raise DefenceError("Defence 'entangle' needs a finite update of its guard, got NaN or infinity.")
+        return {name: tensor.to(guards[0][name]) for name, tensor in mixed.items()}
+
+    def _noise(self, like: Tensor, rng: torch.Generator) -> Tensor:
+        if not self.noise:
+            return torch.zeros((), dtype=like.dtype, device=like.device)
+        size = self.noise * like.double().square().mean().sqrt()
+        return (torch.randn(like.shape, generator=rng, dtype=torch.float64).to(like.device) * size).to(like)
+
+    def _spots(self, client: Client, tensors: Tensors) -> "list[_Spot]":
+        """The representations of all layers concerned, with their scores and the entries next to them."""
+        network = copy.deepcopy(client.model).eval()
+        weighted = _weighted_layers(network, tensors)
+        linears = [name for name, layer in weighted.items() if isinstance(layer, nn.Linear)]
+        if not linears:
+            raise DefenceError(
+                "Defence 'entangle' replaces columns of fully connected layers, but this network trains no nn.Linear. "
+                "Use a model that ends in one (all of `gradveil list models` do), or another defence."
+            )
+        unknown = [name for name in self.layers if name not in linears]
+        if unknown:
+            raise DefenceError(
+                f"Defence 'entangle' protects layers of type nn.Linear, got {unknown[0]!r}. "
+                f"Set layers to some of: {', '.join(linears)}."
+            )
+        chosen = [name for name in weighted if name in (self.layers or linears)]
+        if self.reach == "channels":
+            first = next(iter(weighted))
+            chosen = [
+                n for n, layer in weighted.items() if n in chosen or (isinstance(layer, nn.Conv2d) and n != first)
+            ]
+        scores = self._scores(network, chosen, client)
+        return [self._spot(name, score, weighted, tensors) for name, score in zip(chosen, scores, strict=True)]
+
+    def _spot(self, name: str, scores: Tensor, weighted: Mapping[str, nn.Module], tensors: Tensors) -> "_Spot":
+        entries = [(f"{name}.weight", 1)]
+        if self.reach != "columns":
+            before = list(weighted)[: list(weighted).index(name)]
+            producer = before[-1] if before else ""
+            kind = nn.Linear if self.reach == "rows" else (nn.Linear, nn.Conv2d)
+            if producer and isinstance(weighted[producer], kind):
+                rows = [f"{producer}.weight", f"{producer}.bias"]
+                entries += [(row, 0) for row in rows if row in tensors and len(tensors[row]) == len(scores)]
+        return _Spot(scores, tuple(entries))
+
+    def _scores(self, network: nn.Module, names: Sequence[str], client: Client) -> list[Tensor]:
+        """For each layer the mean score of each input feature, or of each channel of an input map."""
+        some = torch.randperm(len(client.data), generator=client.rng)[: self.images]
+        images = client.data.images[some.to(client.data.images.device)]
+        with torch.no_grad():
+            reached = layer_inputs(network, names, images)
+        odd = [name for name, r in zip(names, reached, strict=True) if r.dim() not in (2, 4)]
+        if odd:
+            raise DefenceError(
+                f"Defence 'entangle' needs layers with an input (images, features), got another at {odd[0]!r}. "
+                "Set layers to others."
+            )
+
+        def features(batch: Tensor) -> Tensor:
+            return torch.cat([r.flatten(1) for r in layer_inputs(network, names, batch)], 1)
+
+        try:
+            norms = jacobian_row_norms(features, images, probes=self.probes, rng=client.rng, chunk=_TOGETHER)
+        except NotImplementedError as error:
+            raise DefenceError(
+                f"Defence 'entangle' can't differentiate this network forward, as probes={self.probes} asks: {error} "
+                "Set probes to 0."
+            ) from error
+        parts = torch.split(norms, [r[0].numel() for r in reached], 1)
+        found = []
+        for name, r, own in zip(names, reached, parts, strict=True):
+            if not bool(r.isfinite().all() and own.isfinite().all()):
+                raise DefenceError(f"Defence 'entangle' can rank finite features only, got others at layer {name!r}.")
+            units = r.reshape(len(r), r.shape[1], -1).norm(dim=2), own.view(len(r), r.shape[1], -1).norm(dim=2)
+            found.append(feature_scores(*units).mean(0))
+        return found
+
+
+class _Spot(NamedTuple):
+    """Representations with their scores (units,), and the (tensor, axis) that they index."""
+
+    scores: Tensor
+    entries: tuple[tuple[str, int], ...]
+
+
+def replacement_rate(change: Tensors, start: Tensors, beta: float) -> float:
+    """Eq. 10: the share of representations whose entries are replaced, in [0, 1].
+
+    Example:
+        >>> round(replacement_rate({"w": torch.zeros(3)}, {"w": torch.ones(3)}, 0.7), 3)
+        0.2
+        >>> round(replacement_rate({"w": torch.tensor([9.0, 5.0])}, {"w": torch.tensor([0.1, 0.0])}, 0.7), 3)
+        0.4
+    """
+    total, count = 0.0, 0
+    for name, tensor in change.items():
+        if name in start:
+            weights = start[name].to(tensor)
+            there = weights != 0
+            total += float((tensor[there].double() / weights[there].double()).abs().sum())
+            count += int(there.sum())
+    weight = math.exp(-total / count) if count else 1.0
+    return min(max((1 - 3 * weight) / (10 * (1 + weight)) + (1 - beta), 0.0), 1.0)
+
+
+def foreign_entries(seen: Tensors, guards: Sequence[Tensors]) -> dict[str, Tensor]:
+    """Which columns and rows of the T gradients seen are mixtures of the guards' ones, as bool (T, ...) by name.
+
+    Rows are whole slices along the first axis of a parameter, biases included. With one guard this is equality, but for
+    a factor.
+    """
+    found = {}
+    for name, tensor in seen.items():
+        mask = torch.zeros_like(tensor, dtype=torch.bool)
+        theirs = [guard[name].to(tensor) for guard in guards if name in guard]
+        if not theirs or not tensor.numel():
+            found[name] = mask
+            continue
+        for axis in range(1, min(tensor.dim(), 3)):
+            units = _units(tensor, axis)  # (T, units, numbers)
+            basis = torch.stack([_units(own[None], axis)[0] for own in theirs], 2)  # (units, numbers, guards)
+            near = _explained(units, basis) & units.ne(0).any(2)
+            mask |= near.view(len(near), *[-1 if d == axis else 1 for d in range(1, tensor.dim())])
+        found[name] = mask
+    return found
+
+
+def _explained(units: Tensor, basis: Tensor) -> Tensor:
+    """(T, units) whether a unit's numbers are a mixture of the basis, as far as float32 goes.
+
+    Where there are too few numbers to tell, they must equal one of the basis.
+    """
+    if basis.shape[1] > basis.shape[2]:
+        coefficients = torch.linalg.pinv(basis) @ units.permute(1, 2, 0)  # (units, guards, T)
+        candidates = (basis @ coefficients).permute(2, 0, 1)[None]
+    else:
+        candidates = basis.permute(2, 0, 1)[:, None]
+    off = (units - candidates).norm(dim=-1)  # (candidates, T, units)
+    near: Tensor = off <= _SAME * units.norm(dim=-1)
+    return near.any(0)
+
+
+def repeated(seen: Tensors) -> dict[str, Tensor]:
+    """Which entries of the T gradients seen stand in another client's update too, as bool (T, ...) by name.
+
+    Example:
+        >>> repeated({"w": torch.tensor([[1.0, 2.0, 0.0], [1.0, 3.0, 0.0]])})["w"]
+        tensor([[ True, False, False],
+                [ True, False, False]])
+    """
+    found = {}
+    for name, tensor in seen.items():
+        values, order = tensor.sort(0)
+        gap = (values[1:] - values[:-1]).abs() <= _SAME * values[1:].abs()
+        none = torch.zeros_like(values[:1], dtype=torch.bool)
+        beside = (torch.cat([none, gap]) | torch.cat([gap, none])) & (values != 0)
+        found[name] = torch.zeros_like(beside).scatter(0, order, beside)
+    return found
+
+
+def _units(tensor: Tensor, axis: int) -> Tensor:
+    """(T, ...) as (T, units, numbers) with the units along an axis."""
+    moved = tensor.movedim(axis, 1)
+    return moved.reshape(*moved.shape[:2], -1)
+
+
+def _guards(public: Tensors) -> list[dict[str, Tensor]]:
+    """The guards' updates out of the broadcast."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in public.items():
+        number, name = key.split(".", 1)
+        found.setdefault(number, {})[name] = tensor
+    return list(found.values())
+
+
+def _check_guard(guard: Tensors, name: str, like: Tensor) -> None:
+    if name not in guard or guard[name].shape != like.shape:
+        raise DefenceError(
+            f"Defence 'entangle' needs a guard's update of the same model, got none of {name!r} with the shape "
+            f"{tuple(like.shape)}. Broadcast the guard's own update."
+        )
+
+
+def _leaving_out(foreign: Tensors) -> Countermove:
+    return Countermove(surviving, passes_noise=True, look=partial(_without, foreign))
+
+
+def _without(foreign: Tensors, seen: Tensors) -> dict[str, Tensor]:
+    """The gradients seen with zeros where entries are foreign, and nowhere else; `surviving` then leaves those out."""
+    return {
+        name: torch.where(foreign[name], 0.0, torch.where(tensor == 0, torch.finfo(tensor.dtype).tiny, tensor))
+        for name, tensor in seen.items()
+    }
+
+
+def _weighted_layers(network: nn.Module, tensors: Tensors) -> dict[str, nn.Module]:
+    """Linears and convolutions whose weight is sent, in the order of the network."""
+    return {
+        name: layer
+        for name, layer in network.named_modules()
+        if (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1))
+        and f"{name}.weight" in tensors
+    }
