@@ -65,16 +65,18 @@ class LocalSettings:
             return 1
         return self.epochs * -(-num_examples // (self.batch_size or num_examples))
 
-    def releases(self, num_examples: int, rounds: int = 1) -> Releases:
+    def releases(self, num_examples: int, rounds: int = 1, entries: int = 0) -> Releases:
         """What a client with so many images gives away in so many rounds, for the accounting of privacy.
+
+        ``entries`` are those of the model, where a defence's budget depends on them.
 
         Example:
             >>> LocalSettings(epochs=2, batch_size=4).releases(10, rounds=3)
-            Releases(num_examples=10, batch_size=4, steps=18, uses=6)
+            Releases(num_examples=10, batch_size=4, steps=18, uses=6, rounds=3, entries=0)
         """
         batch = min(self.batch_size or num_examples, num_examples)
         passes = self.epochs if self.algorithm == "fedavg" else 1
-        return Releases(num_examples, batch, self.num_steps(num_examples) * rounds, passes * rounds)
+        return Releases(num_examples, batch, self.num_steps(num_examples) * rounds, passes * rounds, rounds, entries)
 
 
 def train_locally(

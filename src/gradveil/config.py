@@ -37,7 +37,7 @@ class TrainSettings:
     partition: str = setting(
         "iid", "How the training images are dealt to the clients: iid, by-class, label-parts, dirichlet."
     )
-    aux: str = setting("", "Data set of the guard, for defences that have one; by default it has a client's part.")
+    aux: str = setting("", "Data set of public images, for defences that use some; a guard trains on them.")
     sensitive: str = setting("", "Images marked sensitive: a fraction of each client's, positions 0/5/7, or 3:0/5;4:1.")
     sampled: int = setting(0, "Clients that train in a round, K; 0 is all.")
     sampling: str = setting(

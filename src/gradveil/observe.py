@@ -30,6 +30,7 @@ def observe(
     public_data: Batch | None = None,
     class_averages: Tensor | None = None,
     early: Sequence[Batch] = (),
+    aux: Batch | None = None,
     seed: int = 0,
     first_client: int = 0,
 ) -> Observation:
@@ -50,6 +51,7 @@ def observe(
         public_data: images from elsewhere, given to an attacker who is granted them.
         class_averages: (classes, C, H, W), likewise.
         early: the images of the defence's early clients, one batch each.
+        aux: public images that every device has at hand.
         seed: of the clients' random draws.
         first_client: number of the first client; each number has draws of its own.
     """
@@ -71,7 +73,7 @@ def observe(
     others = [number for number in range(len(guards) + first_client + len(private)) if number not in guards]
 
     def play(number: int, batch: Batch) -> tuple[Update, dict[str, Tensor]]:
-        update, state = _play(network, batch, defence, how, lr, number, side, seed)
+        update, state = _play(network, batch, defence, how, lr, number, side, aux, seed)
         return defence.on_server(update, side), state
 
     first = {number: play(number, batch)[0] for number, batch in zip(guards, early, strict=True)}
@@ -112,6 +114,7 @@ def _play(
     lr: float,
     number: int,
     server: Server,
+    aux: Batch | None,
     seed: int,
 ) -> tuple[Update, dict[str, Tensor]]:
     """One client's round, with its own randomness; returns what it sends, and what it keeps."""
@@ -121,7 +124,9 @@ def _play(
         received = net.values[net.shared].clone()
         state: dict[str, Tensor] = {}
         rng = stream(seed, "client", number, "round", server.round)
-        client = Client(number, server.round, module, net.shared_tensors(received), batch, server.public, state, rng)
+        client = Client(
+            number, server.round, module, net.shared_tensors(received), batch, server.public, state, rng, aux
+        )
         client = replace(client, data=defence.on_data(batch, client))
         order = stream(seed, "batches", number, "round", server.round)
         update = train_locally(net, received, client, defence, how, lr, order)

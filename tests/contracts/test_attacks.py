@@ -7,15 +7,17 @@ from dataclasses import fields
 import pytest
 import torch
 
-from gradveil.attacks import Attack
-from gradveil.errors import ThreatModelError
+from gradveil.attacks import AnyAttack, Attack, MembershipAttack, build_attack
+from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.models import create_model
 from gradveil.observe import observe
 from gradveil.registry import build, components
 from gradveil.threat import Knowledge, ThreatModel
 from gradveil.types import Batch
 
-ATTACKS = list(components("attacks"))
+EVERY = components("attacks")
+ATTACKS = [name for name, cls in EVERY.items() if issubclass(cls, Attack)]
+MEMBERSHIP = [name for name, cls in EVERY.items() if issubclass(cls, MembershipAttack)]
 EVERYTHING = ThreatModel(frozenset(Knowledge))
 
 
@@ -30,8 +32,13 @@ def look(threat):
     )
 
 
+def test_every_attack_is_of_one_kind():
+    assert sorted(ATTACKS + MEMBERSHIP) == sorted(EVERY)
+    assert all(issubclass(cls, AnyAttack) for cls in EVERY.values())
+
+
 @pytest.mark.parametrize("name", ATTACKS)
-class TestEveryAttack:
+class TestEveryReconstruction:
     def test_refuses_an_unfit_threat_model(self, name):
         attack = build(Attack, name)
         for knowledge in attack.needs:
@@ -62,10 +69,76 @@ class TestEveryAttack:
         assert all(torch.equal(weights[key], tensor) for key, tensor in seen.network.state_dict().items())
         assert all(parameter.grad is None for parameter in seen.network.parameters())
 
-    def test_the_docstring_is_complete(self, name):
-        cls = components("attacks")[name]
-        text = inspect.getdoc(cls)
-        for part in ("Needs:", "Fails:", "Reference:", "Differs from the paper:"):
-            assert part in text, f"{name} lacks {part!r}"
-        for field in fields(cls):
-            assert re.search(rf"^\s+{field.name}: ", text, re.MULTILINE), f"{name} does not explain {field.name}"
+
+class Decided(torch.nn.Module):
+    """A network of which nothing but the decision is left."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, images):
+        return torch.nn.functional.one_hot(self.network(images).argmax(1), 4).float()
+
+
+@pytest.fixture
+def candidates():
+    """A network and images about which it is right, or often so."""
+    rng = torch.Generator().manual_seed(0)
+    network = create_model("mlp", (1, 8, 8), 4, 0).eval()
+    images = torch.rand(24, 1, 8, 8, generator=rng)
+    with torch.no_grad():
+        labels = network(images).argmax(1)
+    labels[::7] = (labels[::7] + 1) % 4
+    return network, Batch(images, labels, torch.zeros(24, dtype=torch.bool))
+
+
+def score(name, network, batch, seed=4):
+    attack = build(MembershipAttack, f"{name}:queries=120")
+    return attack.scores(network, batch, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", MEMBERSHIP)
+class TestEveryMembershipAttack:
+    def test_gives_a_finite_score_each_and_the_same_for_the_same_seed(self, name, candidates):
+        before = torch.get_rng_state()
+        one, two = (score(name, *candidates) for _ in range(2))
+        assert torch.equal(before, torch.get_rng_state())
+        assert one.shape == (24,)
+        assert one.isfinite().all()
+        assert torch.equal(one, two)
+        assert not one.requires_grad
+
+    def test_leaves_network_and_images_as_they_were(self, name, candidates):
+        network, batch = candidates
+        weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
+        images, labels = batch.images.clone(), batch.labels.clone()
+        score(name, network, batch)
+        assert all(torch.equal(weights[key], tensor) for key, tensor in network.state_dict().items())
+        assert all(parameter.grad is None for parameter in network.parameters())
+        assert torch.equal(images, batch.images)
+        assert torch.equal(labels, batch.labels)
+        assert not network.training
+
+    def test_uses_nothing_but_the_decisions_of_the_network(self, name, candidates):
+        network, batch = candidates
+        assert torch.equal(score(name, network, batch), score(name, Decided(network), batch))
+
+    def test_does_not_look_at_marks(self, name, candidates):
+        network, batch = candidates
+        marked = Batch(batch.images, batch.labels, torch.arange(24) < 12)
+        assert torch.equal(score(name, network, batch), score(name, network, marked))
+
+    def test_rebuilds_nothing_and_says_so(self, name):
+        with pytest.raises(ConfigError, match=f"must be one that rebuilds images here, got '{name}'.*gradveil audit"):
+            build_attack(name)
+
+
+@pytest.mark.parametrize("name", list(EVERY))
+def test_the_docstring_is_complete(name):
+    cls = EVERY[name]
+    text = inspect.getdoc(cls)
+    for part in ("Needs:", "Fails:", "Reference:", "Differs from the paper:"):
+        assert part in text, f"{name} lacks {part!r}"
+    for field in fields(cls):
+        assert re.search(rf"^\s+{field.name}: ", text, re.MULTILINE), f"{name} does not explain {field.name}"

@@ -169,7 +169,7 @@ def _search(attack: Matching, steps: Sequence[Step], task: Task, rng: torch.Gene
     targets = last.split(best.variables, task.labels)[1]
     labels = task.labels if task.labels is not None else targets.argmax(1).view(task.rows, -1)
     iterates = torch.stack(shown[: len(frames)]) if shown else pictures.new_empty(0, *pictures.shape)
-    notes = _noted(last, task, pictures, targets, best.loss)
+    notes = _noted(last, task, best, pictures, targets)
     nothing = last.search.objective.of_nothing(task.wanted)
     enough = (_CONVERGED * nothing).clamp_min(_NOISY * last.search.residual)
     return _Found(pictures, labels, best.loss, enough, iterates, notes)
@@ -241,9 +241,9 @@ class _Best:
             self.variables[rows], self.loss[rows] = kept, least
 
 
-def _noted(step: Step, task: Task, pictures: Tensor, targets: Tensor, loss: Tensor) -> list[str]:
+def _noted(step: Step, task: Task, best: _Best, pictures: Tensor, targets: Tensor) -> list[str]:
     """For each row what to say where the guess explains the update's direction, but not its size; else ""."""
-    guess = step.guessed(pictures.flatten(0, 1), targets, task.wanted)
+    guess = step.guessed(pictures.flatten(0, 1), targets, task.wanted, step.decoys(best.variables))
     ours, theirs = (
         torch.cat([part[name].detach().flatten(1) for name in task.wanted], 1) for part in (guess, task.wanted)
     )
@@ -253,7 +253,7 @@ def _noted(step: Step, task: Task, pictures: Tensor, targets: Tensor, loss: Tens
     notes = []
     excesses = [0.0] * task.rows if step.knows_defence else bias_excess(step.seen, task.wanted)
     for same, size, excess, finite in zip(
-        alike.tolist(), factor.tolist(), excesses, loss.isfinite().tolist(), strict=True
+        alike.tolist(), factor.tolist(), excesses, best.loss.isfinite().tolist(), strict=True
     ):
         if not finite:
             notes.append("the attack's loss was never a finite number")

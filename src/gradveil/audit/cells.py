@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.attacks import build_attack
+from gradveil.attacks import build_any_attack
+from gradveil.audit.membership import MEMBERSHIP, membership_cell
 from gradveil.audit.plan import Cell, Rows, facts_of
 from gradveil.audit.privacy import PRIVACY, attack_cell
 from gradveil.audit.settings import AuditSettings
@@ -18,8 +19,14 @@ from gradveil.engines.simulation import check_output, chosen_normalisation, sing
 from gradveil.errors import ConfigError, GradveilError
 from gradveil.threat import ThreatModel
 
-COLUMNS = list(dict.fromkeys([*PRIVACY, *UTILITY]))
-"""Of rows.csv."""
+KEYS = {"privacy": PRIVACY, "utility": UTILITY, "membership": MEMBERSHIP}
+"""What a row of each kind says."""
+
+
+def columns_of(rows: Rows) -> list[str]:
+    """The columns of rows.csv; those about membership are there where such rows are."""
+    kinds = ["privacy", "utility", *["membership"] * any(row["kind"] == "membership" for row in rows)]
+    return list(dict.fromkeys(key for kind in kinds for key in KEYS[kind]))
 
 
 def run_cell(
@@ -33,6 +40,8 @@ def run_cell(
         with single_thread():
             if cell.kind == "utility":
                 return price_cell(cell, settings, dataset, root), {}
+            if cell.kind == "membership":
+                return membership_cell(cell, settings, dataset, root), {}
             return attack_cell(cell, settings, dataset, root)
     except GradveilError as error:
         return failed_rows(cell, f"{type(error).__name__}: {error}"), {}
@@ -45,7 +54,7 @@ def check(settings: AuditSettings, dataset: Dataset) -> None:
     """Find before any work what would make every cell fail: the model, the partition, what the attacks need to know."""
     knows = ThreatModel.of(*settings.knows).knows
     for spec in settings.attacks:
-        lacking = sorted(knowledge.value for knowledge in build_attack(spec).needs - knows)
+        lacking = sorted(knowledge.value for knowledge in build_any_attack(spec).needs - knows)
         if lacking:
             raise ConfigError(f"Attack {spec!r} needs {', '.join(lacking)}, got knows without it. Add it to --knows.")
     training = settings.training("none", settings.seed)
@@ -58,8 +67,7 @@ def check(settings: AuditSettings, dataset: Dataset) -> None:
 
 def failed_rows(cell: Cell, why: str) -> Rows:
     """The rows of a cell that could not be worked out: all is there but the figures."""
-    keys = UTILITY if cell.kind == "utility" else PRIVACY
-    common: dict[str, Any] = dict.fromkeys(keys) | facts_of(cell) | {"why": why, "failed": True}
-    if cell.kind == "utility":
-        return [common]
+    common: dict[str, Any] = dict.fromkeys(KEYS[cell.kind]) | facts_of(cell) | {"why": why, "failed": True}
+    if cell.kind != "privacy":
+        return [common | ({"knows": []} if cell.kind == "membership" else {})]
     return [common | {"target": target, "converged": False, "knows": []} for target in range(cell.first, cell.last)]

@@ -4,10 +4,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradveil.attacks import build_attack
+from gradveil.attacks import MembershipAttack, build_any_attack
 from gradveil.attacks.matching import Matching
 from gradveil.audit.settings import AuditSettings
 from gradveil.defences import build_defence
+from gradveil.membership import measured_rounds
 
 Rows = list[dict[str, Any]]
 
@@ -17,11 +18,11 @@ SLICE = 16
 
 @dataclass(frozen=True)
 class Cell:
-    """One defence under one attack with one seed, for some of the targets; or the training under one defence.
+    """One defence under one attack with one seed, for some of the targets if it has any; or the training under one.
 
     Attributes:
         name: of its files.
-        kind: privacy or utility.
+        kind: privacy, utility or membership.
         defence: the defence's text.
         seed: of everything random.
         attack: the attack's text; "" in a training.
@@ -55,8 +56,8 @@ class Cell:
 def plan(settings: AuditSettings) -> list[Cell]:
     """All cells, in the order of the rows: for each seed and defence its training, then its attacks.
 
-    A defence that names no countermove has nothing to know, and an attack that matches no gradients has no use for it:
-    then only the plain attack is run.
+    An attack on membership has one cell for all its rounds. A defence that names no countermove has nothing to know,
+    and an attack that matches no gradients has no use for it: then only the plain attack is run.
     """
     cells: list[Cell] = []
     for seed in settings.all_seeds:
@@ -65,7 +66,10 @@ def plan(settings: AuditSettings) -> list[Cell]:
                 cells.append(Cell(f"utility-{len(cells):05d}", "utility", defence, seed))
             knowing = settings.adaptive and build_defence(defence).overrides("adaptive")
             for attack in settings.attacks:
-                adapts = knowing and isinstance(build_attack(attack), Matching)
+                if isinstance(built := build_any_attack(attack), MembershipAttack):
+                    cells.append(Cell(f"membership-{len(cells):05d}", "membership", defence, seed, attack))
+                    continue
+                adapts = knowing and isinstance(built, Matching)
                 for adaptive in (False, True) if adapts else (False,):
                     for first in range(0, settings.targets, SLICE):
                         last = min(first + SLICE, settings.targets)
@@ -74,10 +78,20 @@ def plan(settings: AuditSettings) -> list[Cell]:
     return cells
 
 
+def num_rows(cell: Cell, settings: AuditSettings) -> int:
+    """How many rows a cell has when it is finished."""
+    attack = build_any_attack(cell.attack) if cell.kind == "membership" else None
+    if isinstance(attack, MembershipAttack):
+        return len(measured_rounds(settings.rounds, attack.every))
+    return cell.last - cell.first if cell.kind == "privacy" else 1
+
+
 def facts_of(cell: Cell) -> dict[str, Any]:
     """What every row of a cell says of itself."""
     facts: dict[str, Any] = {"kind": cell.kind, "defence": cell.defence, "seed": cell.seed, "cell": cell.name}
-    return facts | ({"attack": cell.attack, "adaptive": cell.adaptive} if cell.kind == "privacy" else {})
+    if cell.kind == "utility":
+        return facts
+    return facts | {"attack": cell.attack} | ({"adaptive": cell.adaptive} if cell.kind == "privacy" else {})
 
 
 def finite(value: float | None) -> float | None:

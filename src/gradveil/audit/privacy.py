@@ -48,7 +48,8 @@ def attack_cell(
     seen = _observed(cell, settings, dataset, private, defence, root)
     result = attack(seen, stream(cell.seed, "attack", cell.first))
     share = (time.perf_counter() - started) / len(private)
-    budget = defence.budget(_local(settings, cell).releases(settings.images))
+    entries = sum(tensor[0].numel() for tensor in seen.updates.values())
+    budget = defence.budget(_local(settings, cell).releases(settings.images, entries=entries))
     rows, pictures = _scored(cell, seen, result, private, budget, share, root)
     bounds = _certified(cell, seen, private, defence)
     return [row | {"certificate": bound} for row, bound in zip(rows, bounds, strict=True)], pictures
@@ -81,6 +82,7 @@ def _observed(
 ) -> Observation:
     """What a server sees of these clients: each sends one update from the network that all received."""
     device = usable_device(settings.device)
+    aux = _auxiliary(settings, dataset, root).to(device) if defence.uses_aux else None
     training = settings.training(cell.defence, cell.seed)
     normalisation = chosen_normalisation(settings.normalise, dataset)
     network: nn.Module = make_network(training, dataset.shape, dataset.num_classes, normalisation).to(device)
@@ -94,31 +96,35 @@ def _observed(
         lr=settings.lr if settings.update == "local" else 1.0,
         public_data=_public(dataset, device),
         class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
-        early=[batch.to(device) for batch in _guards(settings, dataset, defence, root)],
+        early=_guards(settings, defence, aux),
+        aux=aux,
         seed=cell.seed,
         first_client=cell.first,
     )
 
 
-def _guards(settings: AuditSettings, dataset: Dataset, defence: Defence, root: Path | None) -> list[Batch]:
-    """The images of the defence's guards: those of ``aux``, else the last test images, which are nobody's.
+def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None) -> Batch:
+    """Public images for the defence: those of ``aux``, else the last test images, which are nobody's."""
+    if settings.aux:
+        split = joined(dataset, load_dataset(settings.aux, root))
+        chosen = np.arange(len(dataset.train), len(split))[:PUBLIC]
+        refuse_overlap(split, np.arange(len(dataset.train)), chosen)
+    else:
+        split, chosen = dataset.test, np.arange(len(dataset.test))[-PUBLIC:]
+    images, labels = _images(split.images[chosen]), torch.from_numpy(split.labels[chosen])
+    return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool))
+
+
+def _guards(settings: AuditSettings, defence: Defence, aux: Batch | None) -> list[Batch]:
+    """The images of the defence's guards, out of the public ones.
 
     A guard sends the gradient of as many images as the others do; its local training has more.
     """
     count = len(defence.early_clients(settings.clients))
-    wanted = count * (settings.images if settings.update == "gradient" else GUARDED)
-    if not count:
+    if not count or aux is None:
         return []
-    if settings.aux:
-        other = load_dataset(settings.aux, root)
-        split = joined(dataset, other)
-        chosen = np.arange(len(dataset.train), len(split))[:wanted]
-        refuse_overlap(split, np.arange(len(dataset.train)), chosen)
-    else:
-        split, chosen = dataset.test, np.arange(len(dataset.test))[-wanted:]
-    images, labels = _images(split.images[chosen]), torch.from_numpy(split.labels[chosen])
-    whole = Batch(images, labels, torch.zeros(len(images), dtype=torch.bool))
-    return [whole[slice(number, None, count)] for number in range(count)]
+    wanted = count * (settings.images if settings.update == "gradient" else GUARDED)
+    return [aux[slice(number, wanted, count)] for number in range(count)]
 
 
 def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:

@@ -11,12 +11,11 @@ from typing import Any
 import tomli_w
 import torch
 
-from gradveil.audit.cells import COLUMNS, check
-from gradveil.audit.plan import Cell, Rows, plan
+from gradveil.audit.cells import KEYS, check, columns_of
+from gradveil.audit.plan import Cell, Rows, num_rows, plan
 from gradveil.audit.pool import work_through
-from gradveil.audit.privacy import PRIVACY, private_batches
+from gradveil.audit.privacy import private_batches
 from gradveil.audit.settings import AuditSettings, make_audit_settings
-from gradveil.audit.utility import UTILITY
 from gradveil.config import read_settings, to_toml
 from gradveil.data import Dataset, load_dataset
 from gradveil.engines.simulation import num_workers, usable_device
@@ -102,7 +101,7 @@ def audit(
         rows = _in_order(cells, found)
         progress(len(cells), len(cells), "writing the report")
         write_atomic(out / "rows.jsonl", to_lines(rows))
-        write_atomic(out / "rows.csv", to_csv(rows, COLUMNS))
+        write_atomic(out / "rows.csv", to_csv(rows, columns_of(rows)))
         report = write_report(out)
     failed = {row["cell"]: f"{_title(row)}: {row['why']}" for row in rows if row["failed"]}
     return AuditResult(out, rows, failed, time.perf_counter() - started, dataset.note, report)
@@ -134,7 +133,7 @@ def _begin(
         "labels": torch.stack([batch.labels for batch in private]),
     }
     save_tensors(folder.path / "truth.safetensors", truth)
-    found = {cell.name: rows for cell in cells if (rows := _finished(folder.path / "cells", cell))}
+    found = {cell.name: rows for cell in cells if (rows := _finished(folder.path / "cells", cell, settings))}
     write_atomic(folder.path / "rows.jsonl", to_lines(_in_order(cells, found)))
     return found
 
@@ -170,17 +169,16 @@ def _check_same(path: Path, settings: AuditSettings, identity: Mapping[str, str]
         )
 
 
-def _finished(folder: Path, cell: Cell) -> Rows:
+def _finished(folder: Path, cell: Cell, settings: AuditSettings) -> Rows:
     """The rows of a cell that was finished and is whole; none where it was not, or failed."""
     try:
         rows = json.loads((folder / f"{cell.name}.json").read_bytes())
     except (OSError, ValueError):
         return []
-    keys, wanted = (UTILITY, 1) if cell.kind == "utility" else (PRIVACY, cell.last - cell.first)
-    whole = isinstance(rows, list) and len(rows) == wanted and all(isinstance(row, dict) for row in rows)
-    if not whole or any(set(keys) - row.keys() or row["failed"] for row in rows):
+    whole = isinstance(rows, list) and len(rows) == num_rows(cell, settings) and all(isinstance(r, dict) for r in rows)
+    if not whole or any(set(KEYS[cell.kind]) - row.keys() or row["failed"] for row in rows):
         return []
-    there = cell.kind == "utility" or (folder / f"{cell.name}.safetensors").is_file()
+    there = cell.kind != "privacy" or (folder / f"{cell.name}.safetensors").is_file()
     return rows if there else []
 
 
@@ -195,4 +193,4 @@ def _hash(settings: AuditSettings) -> str:
 def _title(row: Mapping[str, Any]) -> str:
     if row["kind"] == "utility":
         return f"training under {row['defence']}, seed {row['seed']}"
-    return f"{row['attack']} on {row['defence']}{', adaptive' if row['adaptive'] else ''}, seed {row['seed']}"
+    return f"{row['attack']} on {row['defence']}{', adaptive' if row.get('adaptive') else ''}, seed {row['seed']}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
-from gradveil.attacks import build_attack
+from gradveil.attacks import MembershipAttack, build_any_attack
 from gradveil.config import TrainSettings, absolute_dataset, absolute_path, absolute_spec, setting
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
@@ -40,7 +40,7 @@ class AuditSettings:
     clients: int = setting(10, "Clients of that training.")
     sampled: int = setting(0, "Clients that train in a round; 0 is all.")
     partition: str = setting("iid", "How training images are dealt: iid, by-class, label-parts, dirichlet.")
-    aux: str = setting("", "Data set of the guard, for defences that have one; by default it has a client's part.")
+    aux: str = setting("", "Data set of public images, for defences that use some; a guard trains on them.")
     sensitive: str = setting("0.1", "Images marked sensitive: a fraction of each client's, or positions 0/5/7.")
     algorithm: str = setting("fedavg", "Of that training: fedavg, or fedsgd.")
     epochs: int = setting(1, "Local epochs a round.")
@@ -56,7 +56,13 @@ class AuditSettings:
             if not specs:
                 raise ConfigError(f"{kind} must name at least one, got an empty list.")
         object.__setattr__(self, "defences", _once(build_defence, ["none", *self.defences]))
-        object.__setattr__(self, "attacks", _once(build_attack, self.attacks))
+        object.__setattr__(self, "attacks", _once(build_any_attack, self.attacks))
+        inferring = [spec for spec in self.attacks if isinstance(build_any_attack(spec), MembershipAttack)]
+        if inferring and not self.rounds:
+            raise ConfigError(
+                f"rounds must be at least 1 for attack {inferring[0]!r}, which is after trained models, got 0. "
+                "Raise --rounds, or drop the attack."
+            )
         in_range("targets", self.targets, 1, 100_000)
         in_range("images", self.images, 1, 10_000)
         in_range("seeds", self.seeds, 1, 10_000)
@@ -76,7 +82,7 @@ class AuditSettings:
         """The settings of the training that measures a defence's price."""
         mine = {field.name for field in fields(self)}
         same = {field.name: getattr(self, field.name) for field in fields(TrainSettings) if field.name in mine}
-        aux = self.aux if build_defence(defence).overrides("early_clients") else ""
+        aux = self.aux if build_defence(defence).uses_aux else ""
         return TrainSettings(**same | {"defence": defence, "seed": seed, "aux": aux})
 
 

@@ -67,6 +67,7 @@ def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path
 def _worst_budget(simulation: Simulation) -> Budget | None:
     """The guarantee of the client that gives away most, if it trains in every round."""
     how, rounds = local_settings(simulation.settings), simulation.settings.rounds
-    budgets = [simulation.defence.budget(how.releases(size, rounds)) for size in set(simulation.sizes)]
+    entries = sum(p.numel() for p in simulation.net.module.parameters() if p.requires_grad)
+    budgets = [simulation.defence.budget(how.releases(size, rounds, entries)) for size in set(simulation.sizes)]
     known = [budget for budget in budgets if budget is not None]
     return max(known, default=None)

@@ -77,12 +77,12 @@ def audit_command(
     Exit code 1 where a cell failed: its reason is in the rows, and --resume tries it again.
     """
     from gradveil.audit import audit, make_audit_settings
-    from gradveil.report.summary import summarise, utility
+    from gradveil.report.summary import membership, summarise, utility
 
     settings = make_audit_settings(_given("audit", options, config, out, resume))
     with bar("cells") as move, contextlib.redirect_stdout(sys.stderr):
         result = audit(settings, out, resume=resume, workers=workers, data_root=data_root, progress=move)
-    summary, prices = summarise(result.rows), utility(result.rows)
+    summary, prices, told = summarise(result.rows), utility(result.rows), membership(result.rows)
     if as_json:
         document = {
             "out": str(out),
@@ -92,11 +92,16 @@ def audit_command(
             "failed": result.failed,
             "summary": summary,
             "utility": prices,
+            **({"membership": told} if told else {}),
             "rows": result.rows,
         }
         print_json(document)
     else:
-        show(_audit_table(f"{settings.model} on {settings.dataset}", summary, prices))
+        title = f"{settings.model} on {settings.dataset}"
+        if summary or not told:
+            show(_audit_table(title, summary, prices))
+        if told:
+            show(_membership_table(f"{title}: membership", told, prices))
         typer.echo(f"Look at it: {result.report.resolve()}")
     for title in dict.fromkeys(result.failed.values()):
         typer.echo(f"Failed: {title}", err=True)
@@ -127,6 +132,22 @@ def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[st
             figure(cost.get("accuracy"), ".1%"),
             figure(cost.get("round_seconds"), ".3g"),
             figure(cost.get("overhead"), ".2f"),
+        )
+    return table
+
+
+def _membership_table(title: str, lines: list[dict[str, Any]], prices: list[dict[str, Any]]) -> Table:
+    """How well members are told from others under each defence; the means are over rounds and seeds."""
+    heads = ("defence", "attack", "auc", "worst", "tpr at 1% fpr", "auc loss", "auc confidence", "accuracy gap")
+    table = Table(*heads, "accuracy", title=title, title_justify="left")
+    accuracy = {row["defence"]: row["accuracy"] for row in prices}
+    for line in lines:
+        table.add_row(
+            line["defence"],
+            line["attack"],
+            *(figure(line[key], ".3f") for key in ("auc", "auc_worst", "tpr_at_1_fpr", "auc_loss", "auc_confidence")),
+            figure(line["gap"], "+.1%"),
+            figure(accuracy.get(line["defence"]), ".1%"),
         )
     return table
 

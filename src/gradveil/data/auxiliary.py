@@ -1,4 +1,4 @@
-"""The guard's data from another set: public images that stand beside the clients' private ones."""
+"""Public images from another set, which stand beside the clients' private ones."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ def joined(dataset: Dataset, aux: Dataset) -> Split:
     """The training images of both sets, those of ``aux`` last; an error where they don't fit one model."""
     if aux.shape != dataset.shape:
         raise ConfigError(
-            f"The guard's images must have the shape {dataset.shape} of {dataset.name!r}, got {aux.shape} in "
+            f"Public images must have the shape {dataset.shape} of {dataset.name!r}, got {aux.shape} in "
             f"{aux.name!r}. Choose another --aux."
         )
     if aux.num_classes > dataset.num_classes:
         raise ConfigError(
-            f"The guard's images must have at most the {dataset.num_classes} classes of {dataset.name!r}, "
+            f"Public images must have at most the {dataset.num_classes} classes of {dataset.name!r}, "
             f"got {aux.num_classes} in {aux.name!r}. Choose another --aux."
         )
     images = [dataset.train.images, aux.train.images]
@@ -26,19 +26,19 @@ def joined(dataset: Dataset, aux: Dataset) -> Split:
     return Split(np.concatenate(images), np.concatenate([dataset.train.labels, aux.train.labels]))
 
 
-def refuse_overlap(train: Split, private: np.ndarray, guards: np.ndarray) -> None:
-    """An error where an image of the guards is, pixel for pixel, also one of a private client's.
+def refuse_overlap(train: Split, private: np.ndarray, public: np.ndarray) -> None:
+    """An error where a public image is, pixel for pixel, also one of a private client's.
 
     Args:
         train: all training images.
         private: indices of the private clients' images.
-        guards: indices of the guards' images.
+        public: indices of the public images.
     """
-    mine = set(_pixels(train, guards))
-    same = sum(pixels in mine for pixels in _pixels(train, private))
+    theirs = set(_pixels(train, public))
+    same = sum(pixels in theirs for pixels in _pixels(train, private))
     if same:
         raise ConfigError(
-            f"The guard's images must be none of the private clients', got {same:,} that are. Choose another --aux."
+            f"Public images must be none of the private clients', got {same:,} that are. Choose another --aux."
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,10 @@ from gradveil.randomness import derive_seed
 from gradveil.registry import build
 from gradveil.types import Batch
 
-_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels", "indices", "offsets", "sensitive")
+_ARRAYS = (
+    "train_images", "train_labels", "test_images", "test_labels", "indices", "offsets", "sensitive", "public_images",
+    "public_labels",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class FederatedData:
         indices: the clients' training images, one client after the other.
         offsets: (N + 1,) where each client's part of ``indices`` begins and ends.
         sensitive: mark of each entry of ``indices``.
+        public: images that every device has at hand; may be none at all.
     """
 
     train: Split
@@ -36,6 +41,7 @@ class FederatedData:
     indices: np.ndarray
     offsets: np.ndarray
     sensitive: np.ndarray
+    public: Split | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -52,6 +58,14 @@ class FederatedData:
         """All training images of one client."""
         mine = slice(self.offsets[number], self.offsets[number + 1])
         return _batch(self.train, self.indices[mine], self.sensitive[mine])
+
+    @cached_property
+    def aux(self) -> Batch | None:
+        """The public images, where there are any."""
+        if self.public is None or not len(self.public):
+            return None
+        everything = np.arange(len(self.public))
+        return _batch(self.public, everything, np.zeros(len(everything), bool))
 
     def images(self, which: str, client: int | None, start: int, stop: int) -> Batch:
         """Some of the ``test`` images, of all clients' ``sensitive`` ones, or of one client's ``own``."""
@@ -77,16 +91,21 @@ class FederatedData:
         """Write the arrays as .npy files, for other processes to map."""
         arrays = (
             self.train.images, self.train.labels, self.test.images, self.test.labels,
-            self.indices, self.offsets, self.sensitive,
+            self.indices, self.offsets, self.sensitive, *self._public_arrays,
         )  # fmt: skip
         for name, array in zip(_ARRAYS, arrays, strict=True):
             np.save(folder / f"{name}.npy", array)
+
+    @property
+    def _public_arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        split = self.public or Split(self.train.images[:0], self.train.labels[:0])
+        return split.images, split.labels
 
     @staticmethod
     def load(folder: Path) -> "FederatedData":
         """Map the arrays that `save` wrote; the pages are shared by all processes that do so."""
         a = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
-        return FederatedData(Split(a[0], a[1]), Split(a[2], a[3]), a[4], a[5], a[6])
+        return FederatedData(Split(a[0], a[1]), Split(a[2], a[3]), a[4], a[5], a[6], Split(a[7], a[8]))
 
 
 def federate(
@@ -100,22 +119,25 @@ def federate(
 ) -> FederatedData:
     """Deal the training images to clients by a partition's text (``dirichlet:alpha=0.5``), and mark the sensitive.
 
-    Clients named in ``guards`` get those of ``aux`` instead, where there is one; the others share the set without them.
+    Every device has the images of ``aux`` at hand, where there is one, and clients named in ``guards`` train on them;
+    the others share the set without them.
     """
     rng = np.random.default_rng(derive_seed(seed, "partition"))
-    train, private = dataset.train, num_clients - (len(guards) if aux else 0)
+    train, private = dataset.train, num_clients - (len(guards) if aux is not None else 0)
     if private < 1:
         raise ConfigError(f"Some client must be no guard, got {num_clients} clients of which {len(guards)} are guards.")
     parts = build(Partition, partition).split(train.labels, private, dataset.num_classes, rng)
     marks = mark_sensitive(sensitive or None, parts, np.random.default_rng(derive_seed(seed, "sensitive")))
     if aux is not None:
         train = joined(dataset, aux)
-        public = dealt(np.arange(len(dataset.train), len(train)), len(guards))
-        refuse_overlap(train, np.concatenate(parts), np.concatenate(public))
-        parts = placed(parts, public, guards)
-        marks = placed(marks, [np.zeros(len(part), bool) for part in public], guards)
+        public = np.arange(len(dataset.train), len(train))
+        refuse_overlap(train, np.concatenate(parts), public)
+        theirs = dealt(public, len(guards)) if guards else []
+        parts = placed(parts, theirs, guards)
+        marks = placed(marks, [np.zeros(len(part), bool) for part in theirs], guards)
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-    return FederatedData(train, dataset.test, np.concatenate(parts), offsets, np.concatenate(marks))
+    shared = None if aux is None else Split(train.images[len(dataset.train) :], train.labels[len(dataset.train) :])
+    return FederatedData(train, dataset.test, np.concatenate(parts), offsets, np.concatenate(marks), shared)
 
 
 def _batch(split: Split, indices: np.ndarray, sensitive: np.ndarray) -> Batch:

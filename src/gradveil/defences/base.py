@@ -40,6 +40,7 @@ class Client:
         state: per-client tensors that survive rounds; a hook may set and delete entries. Saved with mode 0600 in the
             client's private folder, never sent.
         rng: random stream of this client and round, on the CPU.
+        aux: public images that are at hand on every device; None where there are none.
     """
 
     id: int
@@ -50,6 +51,7 @@ class Client:
     public: Tensors
     state: MutableMapping[str, Tensor]
     rng: torch.Generator
+    aux: Batch | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Countermove:
         weights: factor of a tensor's part in the distance, by its name; 0 leaves it out, absent is 1.
         passes_noise: whether ``sent`` leaves noise that was added before it as strong as it was, where entries survive.
         look: what of the gradient seen is compared; None compares it as it is.
+        decoys: images that the defence hides behind each private one; the attacker searches them too, with unknown soft
+            labels and no prior, and adds their mean gradient to the guess's before ``sent``.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -94,6 +98,7 @@ class Countermove:
     weights: Mapping[str, float] = field(default_factory=dict)
     passes_noise: bool = False
     look: Callable[[Tensors], Tensors] | None = None
+    decoys: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,12 +128,16 @@ class Releases(NamedTuple):
         steps: local steps in all rounds together.
         uses: how often one image can be in a step at most, where batches are not sampled: once an epoch, or with FedSGD
             once a round.
+        rounds: how many updates are sent.
+        entries: numbers in an update of the model; 0 where that is not told.
     """
 
     num_examples: int
     batch_size: int
     steps: int
     uses: int
+    rounds: int = 1
+    entries: int = 0
 
 
 class Budget(NamedTuple):
@@ -149,11 +158,13 @@ class Defence(Component):
             guarantee of differential privacy given before survives them.
         takes_own_gradient: whether ``on_gradient`` starts from the images, whatever earlier members of a chain made of
             the gradient.
+        uses_aux: whether its hooks have use for public images, ``--aux``.
     """
 
     kind: ClassVar[str] = "defences"
     post_processing: ClassVar[bool] = False
     takes_own_gradient: ClassVar[bool] = False
+    uses_aux: ClassVar[bool] = False
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
         """Edit the architecture. Called on the server with its stream, and for each client with the client's own.

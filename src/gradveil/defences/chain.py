@@ -53,6 +53,7 @@ class Chain(Defence):
     defences: tuple[Defence, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "uses_aux", any(defence.uses_aux for defence in self.defences))
         for before, defence in itertools.pairwise(self.defences):
             if defence.takes_own_gradient and before.overrides("on_gradient"):
                 raise ConfigError(
@@ -189,7 +190,14 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
         name: first.weights.get(name, 1.0) * second.weights.get(name, 1.0) for name in (*first.weights, *second.weights)
     }
     distance = second.distance or first.distance
-    return Countermove(sent if functions else None, distance, noise, weights, look=look if looks else None)
+    return Countermove(
+        sent if functions else None,
+        distance,
+        noise,
+        weights,
+        look=look if looks else None,
+        decoys=first.decoys + second.decoys,
+    )
 
 
 class _Part(MutableMapping[str, Tensor]):

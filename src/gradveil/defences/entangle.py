@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ class Entangle(Defence):
         probes: random forward-mode products for the norms; 0 takes them exactly, one backward pass a feature.
         noise: standard deviation of noise on replaced entries, relative to the guard's root mean square in the tensor.
     """
+
+    uses_aux: ClassVar[bool] = True
 
     beta: float = 0.7
     guards: tuple[int, ...] = (0,)

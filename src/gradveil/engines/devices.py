@@ -108,6 +108,8 @@ class Devices:
         self._net = self._flat("server")
         self._server_private = self._net.private_tensors()
         hooks = ("on_data", "on_batch", "on_gradient", "on_update")
+        aux = data.aux if defence.uses_aux else None
+        self._aux = None if aux is None else aux.to(settings.device)
         self._stateful = bool(self._server_private) or any(defence.overrides(hook) for hook in hooks)
 
     def _flat(self, owner: str) -> FlatModel:
@@ -135,6 +137,7 @@ class Devices:
             public=public,
             state=state,
             rng=stream(seed, "client", number, "round", round_number),
+            aux=self._aux,
         )
         if self._defence.overrides("on_data"):
             client = self._with_defended_data(client, folder, is_new=saved is None)

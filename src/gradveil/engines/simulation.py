@@ -70,8 +70,10 @@ class Simulation:
         device = usable_device(settings.device)
         self.dataset = dataset or load_dataset(settings.dataset, data_root)
         guards = self.defence.early_clients(settings.clients)
-        if settings.aux and not guards:
-            raise ConfigError(f"aux is for a defence that has a guard, got it with {self.defence.spec!r}. Drop --aux.")
+        if settings.aux and not self.defence.uses_aux:
+            raise ConfigError(
+                f"aux is for defences that use public images, got it with {self.defence.spec!r}. Drop --aux."
+            )
         self.data: FederatedData = federate(
             self.dataset,
             settings.partition,

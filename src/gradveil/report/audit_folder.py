@@ -15,6 +15,8 @@ Row = dict[str, Any]
 _NUMBERS = (
     "mse", "psnr", "ssim", "lpips", "label_accuracy", "attacker_loss", "epsilon", "delta", "certificate", "seconds",
     "accuracy", "accuracy_sensitive", "round_seconds", "overhead", "rounds",
+    "auc", "tpr_at_1_fpr", "advantage", "auc_loss", "auc_confidence", "members", "non_members", "queries",
+    "accuracy_members", "accuracy_non_members",
 )  # fmt: skip
 
 
@@ -166,7 +168,7 @@ def clean(raw: object) -> Row | None:
     if not isinstance(raw, Mapping) or not isinstance(raw.get("defence"), str):
         return None
     kind = raw.get("kind", "privacy")
-    if kind not in ("privacy", "utility"):
+    if kind not in ("privacy", "utility", "membership"):
         return None
     knows, converged = raw.get("knows"), raw.get("converged")
     return {
@@ -176,6 +178,8 @@ def clean(raw: object) -> Row | None:
         "adaptive": raw.get("adaptive") is True,
         "seed": _whole(raw.get("seed")),
         "target": _whole(raw.get("target")),
+        "round": _whole(raw.get("round")),
+        "client": _whole(raw.get("client")),
         **{key: _number(raw.get(key)) for key in _NUMBERS},
         "converged": converged if isinstance(converged, bool) else None,
         "knows": [str(item) for item in knows] if isinstance(knows, (list, tuple)) else [],
@@ -186,7 +190,7 @@ def clean(raw: object) -> Row | None:
 
 
 def _identity(row: Row) -> tuple[object, ...]:
-    return tuple(row[key] for key in ("kind", "defence", "attack", "adaptive", "seed", "target"))
+    return tuple(row[key] for key in ("kind", "defence", "attack", "adaptive", "seed", "target", "round"))
 
 
 def _number(value: object) -> float | None:

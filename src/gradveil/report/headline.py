@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradveil.report.summary import strongest, summarise, utility
+from gradveil.report.summary import membership, strongest, summarise, utility
 
 ALIKE = 0.01
 """Accuracies less than this apart are about the same: a thousand test images tell no more."""
@@ -28,8 +28,9 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> list[str
     accuracy = {line["defence"]: line["accuracy"] for line in utility(rows)}
     names = sorted(dict.fromkeys(line["defence"] for line in lines), key=lambda name: name != "none")
     best = {name: line for name in names if (line := strongest(_of(lines, name)))}
+    told = _members(rows)
     if not best:
-        return ["No attack has finished yet." if not lines else "Every attack failed."]
+        return told or ["No attack has finished yet." if not lines else "Every attack failed."]
     parts = []
     if "none" in best:
         nothing = best["none"]["recognisable"] == 0
@@ -42,7 +43,24 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> list[str
     for name, start in starts.items():
         text = _defended(lines, name, noun, first=not parts)
         parts.append(f"{start} {text}{_price(accuracy.get('none'), accuracy.get(name))}.")
-    return parts
+    return parts + told
+
+
+def _members(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How well members are told from others, undefended and under the defences; nothing where nobody tried."""
+    best: dict[str, Mapping[str, Any]] = {}
+    for line in membership(rows):
+        name = line["defence"]
+        if line["auc"] is not None and (name not in best or line["auc"] > best[name]["auc"]):
+            best[name] = line
+    rest = sorted((name for name in best if name != "none"), key=lambda name: best[name]["auc"])
+    shown = rest if len(rest) <= MOST else [rest[0], rest[-1]]
+    names = ["none"] * ("none" in best) + shown
+    areas = [f"{best[name]['auc']:.3f} {'undefended' if name == 'none' else f'under {name}'}" for name in names]
+    if not areas:
+        return []
+    few = f" (of {len(rest)} defences the best and the worst)" if len(rest) > MOST else ""
+    return [f"Members are told from others with an AUC of {', '.join(areas)}{few}, where 0.5 is guessing."]
 
 
 def _defended(lines: Sequence[Mapping[str, Any]], name: str, noun: str, *, first: bool) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 
 from gradveil.report.audit_folder import AuditFolder
 from gradveil.report.markup import as_json
+from gradveil.report.membership import membership_section
 from gradveil.report.result import hero
 from gradveil.report.sections import about_section, gallery_section, plane_section, rows_section, summary_section
 from gradveil.report.sheets import Gallery, png
-from gradveil.report.summary import summarise, utility
+from gradveil.report.summary import membership, summarise, utility
 from gradveil.report.tables import rows_columns, with_costs
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
@@ -28,7 +29,10 @@ def audit_page(audit: AuditFolder, gallery: Gallery) -> str:
     summary, costs = summarise(audit.rows), utility(audit.rows)
     style, script = ((files("gradveil.report") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     title = f"gradveil audit: {audit.settings.get('model', '')} on {audit.settings.get('dataset', '')}"
-    links = "".join(f'<a href="#{name}">{text}</a>' for name, text in _SECTIONS)
+    told = membership_section(audit.rows)
+    told += "\n" * bool(told)
+    sections = [*_SECTIONS[:2], *[("membership", "Membership")] * bool(told), *_SECTIONS[2:]]
+    links = "".join(f'<a href="#{name}">{text}</a>' for name, text in sections)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -40,9 +44,9 @@ def audit_page(audit: AuditFolder, gallery: Gallery) -> str:
 {hero(audit, gallery, summary, costs)}
 {gallery_section(audit, gallery)}
 {plane_section(summary, costs)}
-{summary_section(audit, with_costs(summary, costs))}
+{told}{summary_section(audit, with_costs(summary, costs))}
 {rows_section(audit)}
-{about_section(audit, summary)}
+{about_section(audit, [*summary, *membership(audit.rows)])}
 </main>
 <footer><p>Written by gradveil from rows.jsonl and the saved pictures; nothing was run again. This page holds private
 pictures if the audit's data were private: share it as you would share them.</p></footer>

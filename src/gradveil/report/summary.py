@@ -48,6 +48,34 @@ def utility(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
+def membership(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One line for each defence and attack on membership: means over rounds and seeds, and the largest area of all."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("kind") == "membership":
+            groups.setdefault((row["defence"], row["attack"]), []).append(row)
+    keys = ("auc", "tpr_at_1_fpr", "advantage", "auc_loss", "auc_confidence", "members", "seconds")
+    lines = []
+    for (defence, attack), group in groups.items():
+        whole = [row for row in group if not row.get("failed")]
+        right, others = mean(whole, "accuracy_members"), mean(whole, "accuracy_non_members")
+        lines.append(
+            {
+                "defence": defence,
+                "attack": attack,
+                "adaptive": False,
+                "n": len(whole),
+                "seeds": len({row.get("seed") for row in whole}),
+                "failed": len(group) - len(whole),
+                **{key: mean(whole, key) for key in keys},
+                "auc_worst": max((row["auc"] for row in whole if row.get("auc") is not None), default=None),
+                "gap": None if right is None or others is None else right - others,
+                "knows": list(dict.fromkeys(item for row in group for item in row.get("knows") or ())),
+            }
+        )
+    return lines
+
+
 def strongest(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The line whose attack recovers most: the largest share of recognisable pictures, then the highest mean PSNR."""
 

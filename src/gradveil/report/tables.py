@@ -155,10 +155,28 @@ ROWS = (
 )
 
 
+MEMBERSHIP_ROWS = (
+    ("round", "Round", "0"),
+    ("client", "Client", "0"),
+    ("auc", "AUC", "3"),
+    ("tpr_at_1_fpr", "TPR at 1 % FPR", "%"),
+    ("advantage", "Advantage", "3"),
+    ("auc_loss", "AUC, loss", "3"),
+    ("auc_confidence", "AUC, confidence", "3"),
+    ("members", "Members", "0"),
+    ("non_members", "Others", "0"),
+    ("queries", "Queries", "0"),
+    ("accuracy_members", "Accuracy, members", "%"),
+    ("accuracy_non_members", "Accuracy, others", "%"),
+)
+"""The columns that rows about membership add."""
+
+
 def rows_columns(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """All rows, column by column; texts are numbered, for they repeat."""
     columns = []
-    for key, head, kind in ROWS:
+    more = MEMBERSHIP_ROWS if any(row["kind"] == "membership" for row in rows) else ()
+    for key, head, kind in (*ROWS[:-2], *more, *ROWS[-2:]):
         column: dict[str, Any] = {"key": key, "head": head, "kind": kind}
         cells = [_raw(key, row) for row in rows]
         if kind == "text":
@@ -174,6 +192,10 @@ def _raw(key: str, row: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a text, a n
     value = row[key]
     if row["kind"] == "utility" and key in ("adaptive", "target", "converged", "knows", "attack"):
         return None if key == "target" else ""
+    if (row["kind"] == "membership" and key == "target") or (
+        row["kind"] != "membership" and key in ("round", "client")
+    ):
+        return None
     if key == "adaptive":
         return adaptive(value)
     if key == "converged":

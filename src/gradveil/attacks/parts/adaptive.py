@@ -50,9 +50,9 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     move = moves[choice] if choice else next(iter(moves.values()))
     objective = replace(search.objective, kind=move.distance or search.objective.kind, weights=move.weights)
     if not move.noise:
-        own = replace(search, objective=replace(search.objective, weights=move.weights))
+        own = replace(search, objective=replace(search.objective, weights=move.weights), decoys=move.decoys)
         first = own if move.distance and move.distance != search.objective.kind and move.distance != "cosine" else None
-        return replace(search, objective=objective, sent=move.sent, look=move.look, first=first)
+        return replace(search, objective=objective, sent=move.sent, look=move.look, decoys=move.decoys, first=first)
     pixels = seen.num_examples * math.prod(seen.shape)
     weights = {
         name: move.weights.get(name, 1.0) * (math.sqrt(2) / std if objective.kind == "l1" else 0.5 / std**2) / pixels
@@ -70,7 +70,10 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
         priors=replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS)),
         sent=move.sent,
         look=move.look,
-        first=replace(search, sent=move.sent, objective=replace(search.objective, weights=move.weights)),
+        decoys=move.decoys,
+        first=replace(
+            search, sent=move.sent, decoys=move.decoys, objective=replace(search.objective, weights=move.weights)
+        ),
     )
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from gradveil.attacks.parts.subspace import Subspace
 from gradveil.progress import tell
 
-CHUNK = 2048
-"""Images that go through the network at once."""
+CHUNK = 512
+"""Images that go through the network at once: many, but not more than the caches hold."""
 TRIES = 10
 """Images of noise that are tried as a start, where no other image is answered differently."""
 HALVINGS = 8
@@ -47,10 +47,11 @@ class Labels:
 
     def ask(self, images: Tensor) -> Tensor:
         """(M,) the network's labels of images (M, C, H, W); not counted for anyone yet."""
-        return torch.cat([self._network(piece).argmax(1) for piece in images.split(CHUNK)])
+        pieces = torch.split(images.contiguous(memory_format=torch.channels_last), CHUNK)
+        return torch.cat([self._network(piece).argmax(1) for piece in pieces])
 
     def beyond(self, points: Tensor, owners: Tensor) -> Tensor:
-        """(n, k) whether each of k points (n, k, C, H, W), asked for ``owners`` (n,), is labelled other than its owner."""
+        """(n, k) whether points (n, k, C, H, W), asked for ``owners`` (n,), are labelled other than their owner is."""
         self.asked[owners.cpu()] += points.shape[1]
         return self.ask(points.flatten(0, 1)).view(points.shape[:2]) != self._truth[owners][:, None]
 
@@ -78,9 +79,9 @@ def find_boundary(
     .. math:: g = \sum_i (\varphi_i - \bar\varphi)\,u_i, \qquad \varphi_i = \pm 1 \text{ as } x_t + \delta u_i
         \text{ is labelled differently or not},
 
-    a step along :math:`g / \|g\|` is halved until it ends beyond the boundary, and the walk back begins again. In round
-    :math:`t`, :math:`b` is ``estimates`` times :math:`\sqrt t` and the first step :math:`\|x_t - x\| / \sqrt t`. A round
-    that ends farther away than it began is taken back. The directions of a round are the same for all images.
+    a step along :math:`g / \|g\|` is halved until it ends beyond the boundary, and the walk back begins again. In the
+    :math:`t`-th time, :math:`b` is ``estimates`` times :math:`\sqrt t` and the step :math:`\|x_t - x\| / \sqrt t`
+    before it is halved. What ends farther away than it began is taken back. All images share the same directions.
 
     Args:
         network: in evaluation mode; only the largest of its outputs is looked at.
@@ -186,7 +187,8 @@ def _between(images: Tensor, points: Tensor, share: Tensor) -> Tensor:
 
 
 def _lengths(images: Tensor) -> Tensor:
-    return images.flatten(1).norm(dim=1)
+    lengths: Tensor = torch.linalg.vector_norm(images.flatten(1), dim=1)
+    return lengths
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from gradveil.attacks.parts.space import Space
 from gradveil.attacks.parts.starts import begin
 from gradveil.attacks.parts.statistics import Statistics, watched
 from gradveil.errors import ConfigError
+from gradveil.grads import example_gradients
 from gradveil.threat import Observation
 from gradveil.types import Tensors
 
@@ -57,6 +58,7 @@ class Search:
         boxed: whether guesses are kept inside [0, 1].
         sent: what a defence that the attacker knows would make of a guess's gradient, given the one seen.
         look: what of the gradient seen is compared with that; None compares it as it is.
+        decoys: images of the defence's own behind each private one, which are searched too.
         first: a search of as many steps, whose best guesses this one starts from.
         residual: the distance that the truth itself is expected to have, under noise.
     """
@@ -71,6 +73,7 @@ class Search:
     boxed: bool = True
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
     look: Callable[[Tensors], Tensors] | None = None
+    decoys: int = 0
     first: "Search | None" = None
     residual: float = 0.0
 
@@ -162,6 +165,7 @@ class Step:
         self.space = Space(seen.network, seen.shape, self._like)
         self.batch_size = replay.batch_size
         self.num_pixels = self.batch_size * self.space.size
+        self._num_decoys = self.batch_size * search.decoys
         self._fast: Callable[..., tuple[Tensor, ...]] | None = None
         self._rows = 0
 
@@ -173,30 +177,47 @@ class Step:
     @property
     def knows_defence(self) -> bool:
         """Whether guesses are compared as the defence would have sent them."""
-        return self.search.sent is not None
+        return self.search.sent is not None or bool(self.search.decoys)
 
     def begin(self, start: str, task: Task, rng: torch.Generator) -> Tensor:
         """First guesses: images, and logits of soft labels where labels are searched."""
-        first = begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng).to(self._like)
-        if task.labels is not None:
-            return first
-        logits = torch.randn(task.rows, self.batch_size * self.seen.num_classes, generator=rng)
-        return torch.cat([first, logits.to(self._like)], 1)
+        parts = [begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng).to(self._like)]
+        images = self.batch_size if task.labels is None else 0
+        sizes = [images * self.seen.num_classes] * bool(images)
+        sizes += [self._num_decoys * size for size in (self.space.size, self.seen.num_classes)] * bool(self._num_decoys)
+        parts += [torch.randn(task.rows, size, generator=rng).to(self._like) for size in sizes]
+        return torch.cat(parts, 1)
 
     def split(self, flat: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Normalised images (rows * B, C, H, W), and labels (rows * B,) or soft ones (rows * B, classes)."""
         images = flat[:, : self.num_pixels].reshape(-1, *self.seen.shape)
         if labels is not None:
             return images, labels.reshape(-1)
-        return images, flat[:, self.num_pixels :].reshape(-1, self.seen.num_classes).softmax(1)
+        logits = flat[:, self.num_pixels :][:, : self.batch_size * self.seen.num_classes]
+        return images, logits.reshape(-1, self.seen.num_classes).softmax(1)
+
+    def decoys(self, flat: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Pixels and soft labels of the defence's own images, which stand last; None without any."""
+        if not self._num_decoys:
+            return None
+        sizes = [self._num_decoys * size for size in (self.space.size, self.seen.num_classes)]
+        images, logits = torch.split(flat[:, -sum(sizes) :], sizes, 1)
+        pixels = self.space.to_pixels(images.reshape(-1, *self.seen.shape))
+        return pixels, logits.reshape(-1, self.seen.num_classes).softmax(1)
 
     def pictures(self, flat: Tensor) -> Tensor:
         """Images (rows, B, C, H, W) in [0, 1]."""
         return self.space.to_pixels(flat[:, : self.num_pixels].view(len(flat), -1, *self.seen.shape)).clamp(0, 1)
 
-    def guessed(self, pixels: Tensor, targets: Tensor, wanted: Tensors) -> Tensors:
+    def guessed(
+        self, pixels: Tensor, targets: Tensor, wanted: Tensors, decoys: tuple[Tensor, Tensor] | None = None
+    ) -> Tensors:
         """What images in [0, 1] with these labels would have led to, as far as the attacker knows the client."""
         guess = self.replay(pixels, targets, wanted)
+        if decoys is not None:
+            size = len(decoys[0]) // len(pixels) * self.batch_size
+            theirs = example_gradients(self.replay.network, *decoys, group_size=size, create_graph=True)
+            guess = {name: tensor + self.search.decoys * theirs[name] for name, tensor in guess.items()}
         return guess if self.search.sent is None else self.search.sent(guess, wanted)
 
     def closure(self, task: Task) -> Closure:
@@ -237,7 +258,7 @@ class Step:
         images, targets = self.split(leaf, task.labels)
         pixels = self.space.to_pixels(images)
         with watched(self.seen.network) as statistics:
-            guess = self.guessed(pixels, targets, task.wanted)
+            guess = self.guessed(pixels, targets, task.wanted, self.decoys(leaf))
             if task.statistics and not self.replay.is_plain:
                 self.seen.network(pixels)
             found = statistics(rows) if task.statistics else {}

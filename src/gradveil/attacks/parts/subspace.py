@@ -1,4 +1,4 @@
-"""Random directions in which a boundary is felt for: of the whole space of images, or of a smaller part that matters."""
+"""Random directions in which a boundary is felt for: of all images, or of a smaller space that matters."""
 
 import math
 from dataclasses import dataclass
@@ -68,7 +68,8 @@ class Subspace:
             else:
                 images = cosines(height)[: self.small[0]].T @ draws @ cosines(width)[: self.small[1]]
         flat = images.reshape(count, -1)
-        return (flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-12)).view(count, *self.shape)
+        lengths: Tensor = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+        return (flat / lengths.clamp_min(1e-12)).view(count, *self.shape)
 
 
 def cosines(size: int) -> Tensor:

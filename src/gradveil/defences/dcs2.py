@@ -1,0 +1,254 @@
+"""Concealed samples: images that imitate the gradients of sensitive ones and look quite different."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.errors import DefenceError
+from gradveil.grads import example_gradients
+from gradveil.models.base import Normalisation, normalisation_of
+from gradveil.types import Batch, Tensors
+from gradveil.validate import in_range, one_of
+
+_TOGETHER = 32
+"""Sensitive images that are concealed together; more do not fit a CPU's cache."""
+_DECAYS = (3 / 8, 5 / 8, 7 / 8)
+"""Shares of the steps after which the rate falls to a tenth."""
+
+
+@dataclass(frozen=True)
+class Dcs2(Defence):
+    r"""Add a concealed sample for each sensitive image to the batch, and keep the sum from pointing backwards.
+
+    For a sensitive image x with label y the concealed sample c, with the label z of its start, is where
+
+    .. math::
+        1 - \cos(\nabla_\theta L(c, z), \nabla_\theta L(x, y)) + e^{-\lambda_x \|c - x\|_2}
+            + \lambda_z \left( \frac{\|f(c) - f(x)\|_2}{\|f(x)\|_2} - \epsilon \right)
+
+    is small: Adam, at most ``steps`` steps, rate falling to a tenth after 3/8, 5/8 and 7/8 of them, and no further once
+    c is ``far`` from x. f are the logits, and distances are in normalised pixels. With g the gradient of the batch as
+    it was, N its size, what is sent is
+
+    .. math::
+        g_c = \frac 1d \Big( g + \frac 1N \sum_c \nabla_\theta [\lambda_g L(c, z) + (1 - \lambda_g) L(c, y)] \Big)
+
+    .. math::
+        \hat g = g_c + v g, \quad v = \max(m, -\langle g, g_c \rangle / \langle g, g \rangle)
+        \text{ where } \langle g, g_c \rangle < 0
+
+    Only images marked sensitive are concealed. Concealed samples see the network in evaluation mode.
+
+    Threat model: a curious server that takes the update for that of the client's images alone.
+    Does not protect: against an attacker who searches the concealed samples beside the images (countermove ``joint``);
+        the labels, as far as classes that are present go. Concealed samples are far outside the range of pixels unless
+        ``box`` is set, so whoever sees them knows them.
+    Guarantee: none.
+    Reference: Wu et al. 2024, https://arxiv.org/abs/2209.05724, Equations 9 to 12 and Algorithm 1.
+    Differs from the paper: where it is silent the authors' code is followed: distances in normalised pixels, the stop
+        when far enough, Adam. It divides the sum by 3 (``divisor=3``) and solves the projection with a margin of 0.5
+        (``margin=0.5``). Here every image stops by itself, where the code stops by the mean over the batch.
+
+    Attributes:
+        start: ``other`` begins at another image: one of the client's that is not sensitive, else a public one, else
+            noise; ``noise`` at N(0, 1) with a random label; ``mixup`` at 0.7 of the other image and 0.3 of the
+            sensitive one; ``aux`` at a public image.
+        steps: of Adam at most.
+        lr: its rate.
+        lambda_x: decay of the reward for distance; the paper has 0.01, for Tiny-ImageNet 0.001.
+        lambda_z: weight of the logits' distance; 0.01, for CelebA 0.1.
+        epsilon: the logits' relative distance that counts as none; a constant.
+        lambda_g: share of the concealed sample's own label.
+        far: distance from the image at which a concealed sample is done; 300 (MNIST) to 500 (CIFAR-10), 0 never stops.
+        box: whether concealed samples stay inside [0, 1]; the paper doesn't say, the authors' code has no bound.
+        ratio: sensitive images for each concealed sample; the first of so many is concealed.
+        divisor: d, what the sum is divided by.
+        margin: m, the least share of the batch's own gradient that a projection adds.
+    """
+
+    uses_aux: ClassVar[bool] = True
+
+    start: str = "other"
+    steps: int = 1000
+    lr: float = 0.1
+    lambda_x: float = 0.01
+    lambda_z: float = 0.01
+    epsilon: float = 0.01
+    lambda_g: float = 0.7
+    far: float = 300.0
+    box: bool = False
+    ratio: int = 1
+    divisor: float = 1.0
+    margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("start", self.start, ["other", "noise", "mixup", "aux"])
+        in_range("steps", self.steps, 1)
+        in_range("lr", self.lr, 0, open_low=True)
+        for name in ("lambda_x", "lambda_z", "epsilon", "far", "margin"):
+            in_range(name, getattr(self, name), 0)
+        in_range("lambda_g", self.lambda_g, 0, 1)
+        in_range("ratio", self.ratio, 1)
+        in_range("divisor", self.divisor, 0, open_low=True)
+
+    def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
+        """Add the concealed samples' gradients; a batch without sensitive images passes as it is."""
+        chosen = batch.sensitive.nonzero()[:: self.ratio, 0]
+        if not len(chosen):
+            return gradient
+        network = copy.deepcopy(client.model).eval()
+        sensitive = batch[chosen]
+        concealed = self.conceal(network, sensitive, client)
+        added = self._gradient(network, sensitive, concealed, gradient)
+        whole = {
+            name: (tensor + added[name] / len(batch) if name in added else tensor) / self.divisor
+            for name, tensor in gradient.items()
+        }
+        return projected(whole, gradient, self.margin)
+
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
+        """Search a concealed sample with unknown soft label beside each image: ``joint``.
+
+        A mixture of two labels weights the two losses of Eq. 10 as they are, for cross-entropy is linear in labels.
+        """
+        scaled = None if self.divisor == 1 else partial(_divided, divisor=self.divisor)
+        return {"joint": Countermove(scaled, decoys=1)}
+
+    def conceal(self, network: nn.Module, sensitive: Batch, client: Client) -> Batch:
+        """A concealed sample for each image; labels are those of their starts, as probabilities."""
+        with torch.no_grad():
+            num_classes = network(sensitive.images[:1]).shape[1]
+        begun = self._starts(sensitive, num_classes, client)
+        parts = [
+            self._search(network, sensitive[some], begun.images[some], begun.labels[some])
+            for some in torch.split(torch.arange(len(sensitive), device=sensitive.images.device), _TOGETHER)
+        ]
+        return Batch(torch.cat(parts), begun.labels, sensitive.sensitive)
+
+    def _search(self, network: nn.Module, sensitive: Batch, begun: Tensor, labels: Tensor) -> Tensor:
+        """Eq. 9 for some images at once, in normalised pixels; returns pixels."""
+        space = _Pixels.of(network, begun)
+        truth = space.normal(sensitive.images)
+        wanted = _flat(example_gradients(network, sensitive.images, sensitive.labels))
+        with torch.no_grad():
+            logits = network(sensitive.images)
+        concealed, going = space.normal(begun), torch.ones(len(begun), dtype=torch.bool, device=begun.device)
+        first, second = torch.zeros_like(concealed), torch.zeros_like(concealed)
+        for step in range(1, self.steps + 1):
+            rows = going.nonzero()[:, 0]
+            leaf = concealed[rows].requires_grad_()
+            loss = self._loss(network, space.pixels(leaf), labels[rows], leaf - truth[rows], wanted[rows], logits[rows])
+            slope = torch.autograd.grad(loss.sum(), leaf)[0]
+            first[rows] = 0.9 * first[rows] + 0.1 * slope
+            second[rows] = 0.999 * second[rows] + 0.001 * slope.square()
+            rate = self.lr * 0.1 ** sum(step > share * self.steps for share in _DECAYS)
+            spread = (second[rows] / (1 - 0.999**step)).sqrt() + 1e-8
+            moved = leaf.detach() - rate * first[rows] / (1 - 0.9**step) / spread
+            concealed[rows] = space.boxed(moved) if self.box else moved
+            if self.far:
+                going = going & ((concealed - truth).flatten(1).norm(dim=1) <= self.far)
+                if not bool(going.any()):
+                    break
+        if not bool(concealed.isfinite().all()):
+            raise DefenceError("Defence 'dcs2' found no finite concealed sample. Lower lr, or the learning rate.")
+        return space.pixels(concealed)
+
+    def _loss(
+        self, network: nn.Module, pixels: Tensor, labels: Tensor, away: Tensor, wanted: Tensor, logits: Tensor
+    ) -> Tensor:
+        """Eq. 9, (N,)."""
+        ours = _flat(example_gradients(network, pixels, labels, create_graph=True))
+        alike = F.cosine_similarity(ours, wanted, dim=1)
+        tiny = torch.finfo(logits.dtype).tiny
+        off = (network(pixels) - logits).norm(dim=1) / logits.norm(dim=1).clamp_min(tiny)
+        distance = away.flatten(1).square().sum(1).clamp_min(tiny).sqrt()
+        loss: Tensor = 1 - alike + torch.exp(-self.lambda_x * distance) + self.lambda_z * (off - self.epsilon)
+        return loss
+
+    def _gradient(self, network: nn.Module, sensitive: Batch, concealed: Batch, names: Tensors) -> dict[str, Tensor]:
+        """Sum over concealed samples of the two losses of Eq. 10."""
+        own = _probabilities(sensitive.labels, concealed.labels.shape[1]).to(concealed.labels)
+        mixed = self.lambda_g * concealed.labels + (1 - self.lambda_g) * own
+        parameters = {name: p for name, p in network.named_parameters() if name in names and p.requires_grad}
+        with torch.enable_grad():
+            loss = F.cross_entropy(network(concealed.images), mixed, reduction="sum")
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        return {n: g.to(names[n]) for n, g in zip(parameters, found, strict=True) if g is not None}
+
+    def _starts(self, sensitive: Batch, num_classes: int, client: Client) -> Batch:
+        """Where the search begins, and the labels that concealed samples keep."""
+        rng, images = client.rng, sensitive.images
+        others = client.data[~client.data.sensitive] if self.start in ("other", "mixup") else None
+        pool = others if others is not None and len(others) else client.aux
+        if self.start == "aux" and pool is None:
+            raise DefenceError("Defence 'dcs2' with start=aux needs public images, got none. Give --aux.")
+        if self.start == "noise" or pool is None or not len(pool):
+            space = _Pixels.of(client.model, images)
+            noise = torch.randn(images.shape, generator=rng).to(images)
+            begun = space.pixels(noise)
+            labels = torch.randint(num_classes, (len(images),), generator=rng).to(images.device)
+        else:
+            drawn = pool[torch.randint(len(pool), (len(images),), generator=rng).to(pool.images.device)]
+            begun, labels = drawn.images.to(images), drawn.labels
+        mixed = 0.7 * begun + 0.3 * images if self.start == "mixup" else begun
+        return Batch(mixed, _probabilities(labels, num_classes).to(images), sensitive.sensitive)
+
+
+class _Pixels(NamedTuple):
+    """Between pixels in [0, 1] and what the network's first layer sees."""
+
+    mean: Tensor
+    std: Tensor
+
+    @staticmethod
+    def of(network: nn.Module, like: Tensor) -> "_Pixels":
+        channels = like.shape[1]
+        found = normalisation_of(network) or Normalisation((0.0,) * channels, (1.0,) * channels)
+        return _Pixels(like.new_tensor(found.mean).view(-1, 1, 1), like.new_tensor(found.std).view(-1, 1, 1))
+
+    def normal(self, pixels: Tensor) -> Tensor:
+        return (pixels - self.mean) / self.std
+
+    def pixels(self, normal: Tensor) -> Tensor:
+        return normal * self.std + self.mean
+
+    def boxed(self, normal: Tensor) -> Tensor:
+        return self.normal(self.pixels(normal).clamp(0, 1))
+
+
+def projected(gradient: Tensors, reference: Tensors, margin: float = 0.0) -> dict[str, Tensor]:
+    r"""Eqs. 11 and 12 in closed form: the nearest gradient that does not point against the reference.
+
+    Where :math:`\langle g, g_c \rangle < 0`, a share v of the reference is added, the least :math:`v \ge m` that makes
+    the product zero or more.
+
+    Example:
+        >>> projected({"w": torch.tensor([-1.0, 1.0])}, {"w": torch.tensor([2.0, 0.0])})["w"]
+        tensor([0., 1.])
+    """
+    product = sum(float((gradient[name].double() * reference[name].double()).sum()) for name in reference)
+    size = sum(float(tensor.double().square().sum()) for tensor in reference.values())
+    if product >= 0 or size == 0:
+        return dict(gradient)
+    share = max(margin, -product / size)
+    return {name: tensor + share * reference[name] for name, tensor in gradient.items()}
+
+
+def _flat(gradients: Tensors) -> Tensor:
+    """Gradients (N, ...) by name as (N, numbers)."""
+    return torch.cat([tensor.flatten(1) for tensor in gradients.values()], 1)
+
+
+def _probabilities(labels: Tensor, num_classes: int) -> Tensor:
+    return F.one_hot(labels, num_classes).float() if labels.dim() == 1 else labels
+
+
+def _divided(guess: Tensors, seen: Tensors, *, divisor: float) -> dict[str, Tensor]:
+    return {name: tensor / divisor for name, tensor in guess.items()}

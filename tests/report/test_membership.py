@@ -1,0 +1,59 @@
+import pytest
+
+from gradveil.report.audit_folder import clean
+from gradveil.report.headline import headline
+from gradveil.report.membership import areas_figure, membership_section
+from gradveil.report.summary import membership, summarise
+from tests.report.folders import privacy_row
+
+
+def row(defence="none", **more):
+    return clean(
+        {
+            "kind": "membership", "defence": defence, "attack": "boundary", "seed": 0, "round": 5, "client": 3,
+            "auc": 0.55, "tpr_at_1_fpr": 0.02, "advantage": 0.1, "auc_loss": 0.57, "auc_confidence": 0.56,
+            "members": 400, "non_members": 400, "queries": 1000, "accuracy_members": 0.99,
+            "accuracy_non_members": 0.96, "knows": [], "seconds": 60.0, "why": "", "failed": False, "cell": "m",
+        }
+        | more
+    )  # fmt: skip
+
+
+def test_a_line_has_means_over_rounds_the_worst_and_the_gap():
+    lines = membership([row(), row(round=10, auc=0.65), row(failed=True, auc=None), row("prune"), privacy_row()])
+    assert [line["defence"] for line in lines] == ["none", "prune"]
+    assert (lines[0]["n"], lines[0]["failed"]) == (2, 1)
+    assert lines[0]["auc"] == pytest.approx(0.6)
+    assert lines[0]["auc_worst"] == 0.65
+    assert lines[0]["gap"] == pytest.approx(0.03)
+
+
+def test_rows_about_membership_are_no_rows_about_pictures():
+    assert summarise([row()]) == []
+
+
+def test_the_headline_speaks_of_membership_only_where_it_was_tried():
+    said = "Members are told from others with an AUC of 0.550 undefended, 0.510 under prune, where 0.5 is guessing."
+    assert headline([row(), row("prune", auc=0.51)]) == said
+    assert headline([privacy_row(), row(), row("prune", auc=0.51)]).endswith(said)
+    assert "AUC" not in headline([privacy_row()])
+    assert headline([row(failed=True, auc=None)]) == "No attack has finished yet."
+
+
+def test_of_many_defences_the_headline_names_the_best_and_the_worst():
+    rows = [row(), *(row(name, auc=0.5 + 0.01 * number) for number, name in enumerate("abcde"))]
+    text = headline(rows)
+    assert "0.550 undefended, 0.500 under a, 0.540 under e (of 5 defences the best and the worst)" in text
+
+
+def test_the_section_escapes_and_dashes_what_is_missing():
+    page = membership_section([row("<b>", auc=None, accuracy_members=None)])
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert "<td>–</td>" in page
+    assert membership_section([privacy_row()]) == ""
+
+
+def test_the_figure_has_a_line_for_each_defence():
+    axes = areas_figure([row(), row(round=10), row("prune"), privacy_row()]).axes[0]
+    assert [line.get_label() for line in axes.lines[1:]] == ["none, boundary", "prune, boundary"]
