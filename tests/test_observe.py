@@ -1,3 +1,4 @@
+import copy
 import gc
 
 import pytest
@@ -143,3 +144,21 @@ def test_the_network_is_a_copy_and_is_left_alone():
 def test_batches_of_different_shapes_are_refused():
     with pytest.raises(ConfigError, match="one shape"):
         observe(network(), [*batches(1, 2), *batches(1, 3)], threat=ThreatModel(), num_classes=3)
+
+
+def test_a_malicious_server_needs_to_be_granted_and_the_clients_train_on_its_network():
+    model, private = network(), batches(count=1)
+
+    def doubled(copied):
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.mul_(2)
+        return copied
+
+    with pytest.raises(ThreatModelError, match="without alters-model"):
+        observe(model, private, threat=ThreatModel(), num_classes=3, alter=doubled)
+    before = copy.deepcopy(model.state_dict())
+    seen = observe(model, private, threat=ThreatModel.of("alters-model"), num_classes=3, alter=doubled)
+    honest = observe(doubled(copy.deepcopy(model)), private, threat=ThreatModel(), num_classes=3)
+    assert all(torch.equal(seen.updates[name], honest.updates[name]) for name in honest.updates)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,7 +1,7 @@
 """The only door to private data: it lets clients train, and hands an attacker what the threat model grants."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.client import LocalSettings, train_locally
 from gradveil.defences.base import Client, Defence, Server
-from gradveil.errors import ConfigError
+from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.flat import FlatModel
 from gradveil.randomness import global_stream, stream
 from gradveil.threat import Knowledge, Observation, ThreatModel
@@ -29,6 +29,7 @@ def observe(
     round_number: int = 1,
     public_data: Batch | None = None,
     class_averages: Tensor | None = None,
+    alter: Callable[[nn.Module], nn.Module] | None = None,
     early: Sequence[Batch] = (),
     aux: Batch | None = None,
     seed: int = 0,
@@ -50,6 +51,7 @@ def observe(
         round_number: which round it is, for defences that change over time.
         public_data: images from elsewhere, given to an attacker who is granted them.
         class_averages: (classes, C, H, W), likewise.
+        alter: how a malicious server changes a copy of the network before it is broadcast; must be granted.
         early: the images of the defence's early clients, one batch each.
         aux: public images that every device has at hand.
         seed: of the clients' random draws.
@@ -57,6 +59,12 @@ def observe(
     """
     if not private or len({batch.images.shape for batch in private}) != 1:
         raise ConfigError(f"private must be batches of one shape, got {[tuple(b.images.shape) for b in private]}.")
+    if alter is not None:
+        if Knowledge.ALTERS_MODEL not in threat.knows:
+            raise ThreatModelError(
+                "alter needs a server that alters the model, got a threat model without alters-model."
+            )
+        network = alter(copy.deepcopy(network))
     defence = defence or Defence()
     how = how or LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freeze")
     if how.algorithm == "fedsgd" and how.batch_size not in (0, len(private[0])):

@@ -34,6 +34,8 @@ class Knowledge(StrEnum):
     """Mean and variance of the private batch at the input of each BatchNorm."""
     PRIVATE_STATE = "private-state"
     """The client's private tensors (keys, lock layers), for experiments on sharing them."""
+    ALTERS_MODEL = "alters-model"
+    """The server alters the model that it broadcasts: a malicious server, not only a curious one."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,20 @@ class AnyAttack(Component, ABC):
 
     kind: ClassVar[str] = "attacks"
     needs: ClassVar[frozenset[Knowledge]] = frozenset()
+
+
+class Scene(NamedTuple):
+    """What a server knows of the task before anyone trains.
+
+    Attributes:
+        shape: (C, H, W) of an image.
+        num_classes: of the task.
+        public_data: images of the same kind from elsewhere, where they are granted.
+    """
+
+    shape: tuple[int, int, int]
+    num_classes: int
+    public_data: Batch | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,14 @@ class MembershipAttack(AnyAttack):
 
 @dataclass(frozen=True)
 class Attack(AnyAttack):
-    """Base of the attacks that rebuild images: a subclass has `run`; calling the object guards it. Never meets them."""
+    """Base of the attacks that rebuild images: a subclass has `run`; calling the object guards it. Never meets them.
+
+    The attack of a malicious server also has `alter`, and `Knowledge.ALTERS_MODEL` among its ``needs``.
+    """
+
+    def alter(self, network: nn.Module, seen: Scene, rng: torch.Generator) -> nn.Module:
+        """The network that a malicious server broadcasts in place of the honest one, which it may change."""
+        return network
 
     @abstractmethod
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:

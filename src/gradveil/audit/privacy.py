@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks import Attack, build_attack
+from gradveil.attacks import Attack, Scene, build_attack
 from gradveil.attacks.matching import Matching
 from gradveil.audit.plan import Cell, Rows, facts_of, finite
 from gradveil.audit.settings import AuditSettings
@@ -22,7 +22,7 @@ from gradveil.errors import ConfigError
 from gradveil.metrics import align, label_accuracy, score_targets
 from gradveil.observe import observe
 from gradveil.randomness import derive_seed, stream
-from gradveil.threat import Observation, Reconstruction, ThreatModel
+from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
 from gradveil.types import Batch
 
 ITERATES = 12
@@ -45,7 +45,7 @@ def attack_cell(
     private = private_batches(settings, dataset)[cell.first : cell.last]
     defence, attack = build_defence(cell.defence), _keeping(build_attack(cell.attack))
     started = time.perf_counter()
-    seen = _observed(cell, settings, dataset, private, defence, root)
+    seen = _observed(cell, settings, dataset, private, defence, attack, root)
     result = attack(seen, stream(cell.seed, "attack", cell.first))
     share = (time.perf_counter() - started) / len(private)
     entries = sum(tensor[0].numel() for tensor in seen.updates.values())
@@ -78,6 +78,7 @@ def _observed(
     dataset: Dataset,
     private: list[Batch],
     defence: Defence,
+    attack: Attack,
     root: Path | None,
 ) -> Observation:
     """What a server sees of these clients: each sends one update from the network that all received."""
@@ -86,16 +87,21 @@ def _observed(
     training = settings.training(cell.defence, cell.seed)
     normalisation = chosen_normalisation(settings.normalise, dataset)
     network: nn.Module = make_network(training, dataset.shape, dataset.num_classes, normalisation).to(device)
+    alters = Knowledge.ALTERS_MODEL in attack.needs
+    knows = [name for name in settings.knows if alters or name != Knowledge.ALTERS_MODEL]
+    public = _public(dataset, device)
+    scene = Scene(dataset.shape, dataset.num_classes, public if Knowledge.PUBLIC_DATA in knows else None)
     return observe(
         network,
         [batch.to(device) for batch in private],
-        threat=ThreatModel.of(*settings.knows, *(["defence"] if cell.adaptive else [])),
+        threat=ThreatModel.of(*knows, *(["defence"] if cell.adaptive else [])),
         num_classes=dataset.num_classes,
         defence=defence,
         how=_local(settings, cell),
         lr=settings.lr if settings.update == "local" else 1.0,
-        public_data=_public(dataset, device),
+        public_data=public,
         class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
+        alter=(lambda net: attack.alter(net, scene, stream(cell.seed, "alter"))) if alters else None,
         early=_guards(settings, defence, aux),
         aux=aux,
         seed=cell.seed,
