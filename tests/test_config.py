@@ -39,6 +39,7 @@ SETTINGS = st.builds(
     weighting=st.sampled_from(["size", "uniform", "unbiased"]),
     algorithm=st.sampled_from(["fedavg", "fedsgd"]),
     batch_norm=st.sampled_from(["average", "local", "freeze"]),
+    tripwire=st.sampled_from(["off", "warn", "refuse"]),
     eval_every=st.integers(1, 99),
     save_rounds=st.lists(st.integers(1, 9), max_size=3).map(tuple),
     seed=st.integers(0, 2**63 - 1),
@@ -98,6 +99,7 @@ def test_numbers_out_of_range_are_named(field, values):
         ("weighting", "sizes", "size"),
         ("algorithm", "fedav", "fedavg"),
         ("batch_norm", "freez", "freeze"),
+        ("tripwire", "refuze", "refuse"),
     ],
 )
 def test_choices_get_a_hint(field, wrong, hint):

@@ -59,6 +59,7 @@ class TrainSettings:
     batch_norm: str = setting("average", "Running statistics: average (sent and averaged), local (kept), or freeze.")
     normalise: str = setting("dataset", "Input normalisation: dataset, imagenet, none, or mean/std as 0.5/0.5.")
     weights: str = setting("", "Start from these weights (safetensors).")
+    tripwire: str = setting("off", "Clients look for traps in the model they receive: off, warn, or refuse to train.")
     eval_every: int = setting(1, "Evaluate after every n-th round (and the last).")
     save_rounds: tuple[int, ...] = setting((), "Rounds whose model and updates are saved: 1/10/20.")
     seed: int = setting(0, "Every random draw comes from this seed.")
@@ -88,6 +89,7 @@ class TrainSettings:
             raise ConfigError("momentum must be more than 0 for nesterov, got 0.")
         in_range("weight_decay", self.weight_decay, 0, LARGEST)
         one_of("batch_norm", self.batch_norm, ["average", "local", "freeze"])
+        one_of("tripwire", self.tripwire, ["off", "warn", "refuse"])
         in_range("eval_every", self.eval_every, 1)
         for saved in self.save_rounds:
             in_range("save_rounds", saved, 1, max(self.rounds, 1))

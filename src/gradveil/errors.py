@@ -12,6 +12,7 @@
     └── TrainingError          a run failed on its way
         ├── DefenceError       a defence could not protect an update, so it was not sent
         ├── DivergedError      the training produced NaN or infinity
+        ├── TripwireError      a client found a trap in the model, and sent nothing
         └── WorkerError        a worker process was lost
 
 Each message is one sentence with what was wrong, the rule and the value, followed by the way out.
@@ -72,6 +73,10 @@ class DefenceError(TrainingError):
 
 class DivergedError(TrainingError):
     """The training produced NaN or infinity."""
+
+
+class TripwireError(TrainingError):
+    """A client found a trap in the model that it received; nothing was sent."""
 
 
 class WorkerError(TrainingError):

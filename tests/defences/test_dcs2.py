@@ -226,7 +226,9 @@ class TestGradient:
 
 class TestJointAttack:
     def test_its_countermove(self):
-        assert Dcs2().adaptive(Arrived({"w": torch.ones(1, 2)}, [1.0])) == {"joint": Countermove(None, decoys=1)}
+        assert Dcs2().adaptive(Arrived({"w": torch.ones(1, 2)}, [1.0])) == {
+            "joint": Countermove(None, decoys=1, own_label=1 - 0.7)
+        }
         move = Dcs2(divisor=3.0).adaptive(Arrived({"w": torch.ones(1, 2)}, [1.0]))["joint"]
         assert torch.equal(move.sent({"w": torch.ones(1, 2)}, {})["w"], torch.full((1, 2), 1 / 3))
 

@@ -84,7 +84,7 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
     steps = [Step(phase, restarts, seen, replay) for phase in search.phases]
     step = steps[-1]
-    wanted = seen.mean_gradients if search.look is None else search.look(seen.mean_gradients)
+    wanted = seen.mean_gradients if search.move.look is None else search.move.look(seen.mean_gradients)
     together = Task(wanted, search.priors.statistics, None)
 
     def task_of(some: Tensor) -> Task:
@@ -243,7 +243,7 @@ class _Best:
 
 def _noted(step: Step, task: Task, best: _Best, pictures: Tensor, targets: Tensor) -> list[str]:
     """For each row what to say where the guess explains the update's direction, but not its size; else ""."""
-    guess = step.guessed(pictures.flatten(0, 1), targets, task.wanted, step.decoys(best.variables))
+    guess = step.guessed(pictures.flatten(0, 1), targets, task.wanted, step.decoys(best.variables, targets))
     ours, theirs = (
         torch.cat([part[name].detach().flatten(1) for name in task.wanted], 1) for part in (guess, task.wanted)
     )

@@ -90,6 +90,7 @@ class Countermove:
         look: what of the gradient seen is compared; None compares it as it is.
         decoys: images that the defence hides behind each private one; the attacker searches them too, with unknown soft
             labels and no prior, and adds their mean gradient to the guess's before ``sent``.
+        own_label: share of the private image's own label in those of its decoys.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -99,6 +100,7 @@ class Countermove:
     passes_noise: bool = False
     look: Callable[[Tensors], Tensors] | None = None
     decoys: int = 0
+    own_label: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
         weights,
         look=look if looks else None,
         decoys=first.decoys + second.decoys,
+        own_label=max(first.own_label, second.own_label),
     )
 
 

@@ -119,7 +119,7 @@ class Dcs2(Defence):
         A mixture of two labels weights the two losses of Eq. 10 as they are, for cross-entropy is linear in labels.
         """
         scaled = None if self.divisor == 1 else partial(_divided, divisor=self.divisor)
-        return {"joint": Countermove(scaled, decoys=1)}
+        return {"joint": Countermove(scaled, decoys=1, own_label=1 - self.lambda_g)}
 
     def conceal(self, network: nn.Module, sensitive: Batch, client: Client) -> Batch:
         """A concealed sample for each image; labels are those of their starts, as probabilities."""

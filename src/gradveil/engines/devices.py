@@ -20,6 +20,7 @@ from gradveil.models.base import Normalisation
 from gradveil.randomness import global_stream, stream
 from gradveil.server import ScoreRequest
 from gradveil.storage import PrivateFolder
+from gradveil.tripwire import guard
 from gradveil.types import Batch, Tensors, Update
 
 
@@ -141,6 +142,8 @@ class Devices:
         )
         if self._defence.overrides("on_data"):
             client = self._with_defended_data(client, folder, is_new=saved is None)
+        if self._settings.tripwire != "off":
+            guard(self._settings.tripwire, client)
         order = stream(seed, "batches", number, "round", round_number)
         with global_stream(seed, "layers", number, "round", round_number), _explain_single_image():
             update = train_locally(self._net, received, client, self._defence, self._how, lr, order)

@@ -200,7 +200,7 @@ def _notes_6(lab: Lab, targets: int, iterations: int) -> list[str]:
         "`knows it`: the attacker knows the defence and what the server broadcast, as any server does. The paper has "
         "the plain attacker only.",
         "`mse` is on [0, 1], where a black picture has about 0.1 on MNIST, and uniform noise about 0.3: the paper's "
-        "0.9835 must be in normalised units, which stand beside (on MNIST 10.5 times as much), and its 0.05 likewise. "
+        "0.9835 is likely in normalised units, which stand beside (on MNIST 10.5 times as much); its 0.05 too. "
         "The other cells of its figure have no numbers.",
         STAND_INS,
         *(["CIFAR-10 and lenet5 are left out at the scale smoke."] if lab.scale == "smoke" else []),

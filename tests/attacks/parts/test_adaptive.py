@@ -50,7 +50,7 @@ def test_the_first_countermove_is_played_unless_another_or_none_is_asked_for():
     _, _, seen = scene(defence=Doubling(), grants=KNOWS)
     search = Search(Objective("cosine"))
     assert adapted(search, seen).objective.kind == "l2"
-    assert adapted(search, seen).sent is not None
+    assert adapted(search, seen).move.sent is not None
     assert adapted(search, seen, "plain").objective.kind == "l1"
     assert adapted(search, seen, "none") is search
     with pytest.raises(UnknownNameError, match=r"countermove.*'dubble'.*double"):

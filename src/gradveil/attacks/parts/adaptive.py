@@ -50,9 +50,9 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     move = moves[choice] if choice else next(iter(moves.values()))
     objective = replace(search.objective, kind=move.distance or search.objective.kind, weights=move.weights)
     if not move.noise:
-        own = replace(search, objective=replace(search.objective, weights=move.weights), decoys=move.decoys)
+        own = replace(search, objective=replace(search.objective, weights=move.weights), move=replace(move, sent=None))
         first = own if move.distance and move.distance != search.objective.kind and move.distance != "cosine" else None
-        return replace(search, objective=objective, sent=move.sent, look=move.look, decoys=move.decoys, first=first)
+        return replace(search, objective=objective, move=move, first=first)
     pixels = seen.num_examples * math.prod(seen.shape)
     weights = {
         name: move.weights.get(name, 1.0) * (math.sqrt(2) / std if objective.kind == "l1" else 0.5 / std**2) / pixels
@@ -68,12 +68,8 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
             for name, weight in weights.items()
         ),
         priors=replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS)),
-        sent=move.sent,
-        look=move.look,
-        decoys=move.decoys,
-        first=replace(
-            search, sent=move.sent, decoys=move.decoys, objective=replace(search.objective, weights=move.weights)
-        ),
+        move=move,
+        first=replace(search, move=move, objective=replace(search.objective, weights=move.weights)),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -16,6 +17,7 @@ from gradveil.attacks.parts.priors import batch_norm_distance, group_consistency
 from gradveil.attacks.parts.space import Space
 from gradveil.attacks.parts.starts import begin
 from gradveil.attacks.parts.statistics import Statistics, watched
+from gradveil.defences.base import Countermove
 from gradveil.errors import ConfigError
 from gradveil.grads import example_gradients
 from gradveil.threat import Observation
@@ -56,9 +58,7 @@ class Search:
         sign: none, hard or soft (adam): what becomes of the gradient first.
         noise: of standard deviation this times the rate, added to each step (adam).
         boxed: whether guesses are kept inside [0, 1].
-        sent: what a defence that the attacker knows would make of a guess's gradient, given the one seen.
-        look: what of the gradient seen is compared with that; None compares it as it is.
-        decoys: images of the defence's own behind each private one, which are searched too.
+        move: the answer to a defence that the attacker knows: what it makes of a guess, hides and leaves to compare.
         first: a search of as many steps, whose best guesses this one starts from.
         residual: the distance that the truth itself is expected to have, under noise.
     """
@@ -71,9 +71,7 @@ class Search:
     sign: str = "hard"
     noise: float = 0.0
     boxed: bool = True
-    sent: Callable[[Tensors, Tensors], Tensors] | None = None
-    look: Callable[[Tensors], Tensors] | None = None
-    decoys: int = 0
+    move: Countermove = field(default_factory=Countermove)
     first: "Search | None" = None
     residual: float = 0.0
 
@@ -165,7 +163,7 @@ class Step:
         self.space = Space(seen.network, seen.shape, self._like)
         self.batch_size = replay.batch_size
         self.num_pixels = self.batch_size * self.space.size
-        self._num_decoys = self.batch_size * search.decoys
+        self._num_decoys = self.batch_size * search.move.decoys
         self._fast: Callable[..., tuple[Tensor, ...]] | None = None
         self._rows = 0
 
@@ -177,7 +175,7 @@ class Step:
     @property
     def knows_defence(self) -> bool:
         """Whether guesses are compared as the defence would have sent them."""
-        return self.search.sent is not None or bool(self.search.decoys)
+        return self.search.move.sent is not None or bool(self.search.move.decoys)
 
     def begin(self, start: str, task: Task, rng: torch.Generator) -> Tensor:
         """First guesses: images, and logits of soft labels where labels are searched."""
@@ -196,14 +194,20 @@ class Step:
         logits = flat[:, self.num_pixels :][:, : self.batch_size * self.seen.num_classes]
         return images, logits.reshape(-1, self.seen.num_classes).softmax(1)
 
-    def decoys(self, flat: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Pixels and soft labels of the defence's own images, which stand last; None without any."""
+    def decoys(self, flat: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Pixels and soft labels of the images that the defence hides, which stand last; None without any.
+
+        ``targets`` are the private images' labels, (rows * B,) or (rows * B, classes).
+        """
         if not self._num_decoys:
             return None
         sizes = [self._num_decoys * size for size in (self.space.size, self.seen.num_classes)]
         images, logits = torch.split(flat[:, -sum(sizes) :], sizes, 1)
         pixels = self.space.to_pixels(images.reshape(-1, *self.seen.shape))
-        return pixels, logits.reshape(-1, self.seen.num_classes).softmax(1)
+        soft = logits.reshape(-1, self.seen.num_classes).softmax(1)
+        share = self.search.move.own_label
+        own = F.one_hot(targets, self.seen.num_classes).to(soft) if targets.dim() == 1 else targets
+        return pixels, (1 - share) * soft + share * own.repeat_interleave(self.search.move.decoys, 0)
 
     def pictures(self, flat: Tensor) -> Tensor:
         """Images (rows, B, C, H, W) in [0, 1]."""
@@ -217,8 +221,8 @@ class Step:
         if decoys is not None:
             size = len(decoys[0]) // len(pixels) * self.batch_size
             theirs = example_gradients(self.replay.network, *decoys, group_size=size, create_graph=True)
-            guess = {name: tensor + self.search.decoys * theirs[name] for name, tensor in guess.items()}
-        return guess if self.search.sent is None else self.search.sent(guess, wanted)
+            guess = {name: tensor + self.search.move.decoys * theirs[name] for name, tensor in guess.items()}
+        return guess if self.search.move.sent is None else self.search.move.sent(guess, wanted)
 
     def closure(self, task: Task) -> Closure:
         """The function that an optimiser calls."""
@@ -258,7 +262,7 @@ class Step:
         images, targets = self.split(leaf, task.labels)
         pixels = self.space.to_pixels(images)
         with watched(self.seen.network) as statistics:
-            guess = self.guessed(pixels, targets, task.wanted, self.decoys(leaf))
+            guess = self.guessed(pixels, targets, task.wanted, self.decoys(leaf, targets))
             if task.statistics and not self.replay.is_plain:
                 self.seen.network(pixels)
             found = statistics(rows) if task.statistics else {}

@@ -1,0 +1,236 @@
+"""How often the tripwire finds a trap in altered models, and how often in honest ones, in one run.
+
+Honest models: several architectures of the zoo, seeds, initialisations and normalisations, untrained and after 1 and 3
+passes over 2,000 images at two learning rates; a finding of any check is a false alarm. Altered models: the
+imprint and trap weights as they are published, and mild versions that a careful server might try: fewer rows, noise on
+the rows, rows in another order, gains of their own, half of the rows of a layer only, random questions. The client does
+not know the architecture here: where it does, it sees every inserted layer. Each model is looked at with 256 images of
+one client.
+
+    python benchmarks/tripwire.py [--dataset mnist-5k] [--seeds 4] [--data FOLDER] [--quick] [--json FILE]
+
+Data sets are looked for in FOLDER (as with GRADVEIL_DATA). Quick: `--quick`, one seed.
+"""
+
+import argparse
+import copy
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradveil import create_model, load_dataset
+from gradveil.attacks.base import Scene, build_attack
+from gradveil.data import Dataset
+from gradveil.models.base import Normalisation
+from gradveil.tripwire import inspect
+from gradveil.types import Batch
+
+HONEST = [
+    "mlp",
+    "mlp:hidden=64",
+    "mlp:hidden=500/100",
+    "mlp:activation=sigmoid",
+    "mlp:init=uniform",
+    "logistic",
+    "lenet-dlg",
+    "lenet5",
+    "lenet5:activation=tanh",
+    "convnet:width=8",
+]
+UNTRAINED_ONLY = ["resnet20", "lenet5:init=uniform"]
+RATES = [0.05, 0.01]
+ATTACKED = ["mlp", "lenet5"]
+Change = Callable[[nn.Linear, torch.Generator], None]
+
+
+def batch(dataset: Dataset, first: int, count: int) -> Batch:
+    """Some training images."""
+    images = torch.from_numpy(dataset.train.images[first : first + count]).float() / 255
+    labels = torch.from_numpy(dataset.train.labels[first : first + count])
+    return Batch(images, labels, torch.zeros(len(labels), dtype=torch.bool))
+
+
+def train(network: nn.Module, data: Batch, epochs: int, lr: float, rng: torch.Generator) -> nn.Module:
+    """SGD with momentum 0.9 in batches of 32."""
+    optimiser = torch.optim.SGD(network.parameters(), lr, momentum=0.9)
+    network.train()
+    for _ in range(epochs):
+        for some in torch.randperm(len(data), generator=rng).split(32):
+            optimiser.zero_grad()
+            F.cross_entropy(network(data.images[some]), data.labels[some]).backward()
+            optimiser.step()
+    return network.eval()
+
+
+def honest(spec: str, dataset: Dataset, data: Batch, seeds: int) -> Iterator[nn.Module]:
+    """A model as it starts, and at several points of its training; every second seed without normalisation."""
+    for seed in range(seeds):
+        normalisation = Normalisation(dataset.mean, dataset.std) if seed % 2 == 0 else None
+        start = create_model(spec, dataset.shape, dataset.num_classes, seed, normalisation)
+        yield start.eval()
+        rng = torch.Generator().manual_seed(seed)
+        for lr in RATES if spec not in UNTRAINED_ONLY else []:
+            network = train(copy.deepcopy(start), data, 1, lr, rng)
+            yield network
+            yield train(network, data, 2, lr, rng)
+
+
+def noisy(share: float) -> Change:
+    """Add noise of this share of each row's norm."""
+
+    def change(layer: nn.Linear, rng: torch.Generator) -> None:
+        noise = F.normalize(torch.randn(layer.weight.shape, generator=rng), dim=1)
+        layer.weight.add_(share * noise * layer.weight.norm(dim=1, keepdim=True))
+
+    return change
+
+
+def permuted(layer: nn.Linear, rng: torch.Generator) -> None:
+    """Rows in another order."""
+    order = torch.randperm(len(layer.weight), generator=rng)
+    layer.weight.copy_(layer.weight[order])
+    layer.bias.copy_(layer.bias[order])
+
+
+def scaled(layer: nn.Linear, rng: torch.Generator) -> None:
+    """A gain between 0.1 and 10 for each row."""
+    gains = 10 ** (2 * torch.rand(len(layer.weight), generator=rng) - 1)
+    layer.weight.mul_(gains[:, None])
+    layer.bias.mul_(gains)
+
+
+def in_part(share: float) -> Change:
+    """Put honest rows of the same size in place of the others."""
+
+    def change(layer: nn.Linear, rng: torch.Generator) -> None:
+        others = torch.randperm(len(layer.weight), generator=rng)[round(share * len(layer.weight)) :]
+        rows = torch.randn(len(others), layer.in_features, generator=rng)
+        layer.weight[others] = F.normalize(rows, dim=1) * layer.weight[others].norm(dim=1, keepdim=True)
+        layer.bias[others] = 0.0
+
+    return change
+
+
+def hidden(layer: nn.Linear, rng: torch.Generator) -> None:
+    """Make rows orthogonal by what no digit shows: large weights on pixels at the rim, which are always black."""
+    rim = torch.zeros(layer.in_features)
+    rim[: layer.in_features // 28] = 1
+    noise = F.normalize(torch.randn(layer.weight.shape, generator=rng) * rim, dim=1)
+    layer.weight.add_(5 * noise * layer.weight.norm(dim=1, keepdim=True))
+
+
+IMPRINTS = {
+    "published: 128 bins, linear": ("imprint", None),
+    "published: 64 bins, dct 32": ("imprint:bins=64,query=dct", None),
+    "DCS2: 10 bins, dct 0": ("imprint:bins=10,query=dct,mode=0,distribution=laplace", None),
+    "random question": ("imprint:query=random", None),
+    "in the first layer": ("imprint:where=first", None),
+    "gain 1": ("imprint:gain=1", None),
+    "8 bins": ("imprint:bins=8", None),
+    "4 bins": ("imprint:bins=4", None),
+    "noise 1 %": ("imprint", noisy(0.01)),
+    "noise 10 %": ("imprint", noisy(0.1)),
+    "noise 50 %": ("imprint", noisy(0.5)),
+    "noise 100 %": ("imprint", noisy(1.0)),
+    "permuted": ("imprint", permuted),
+    "gains 0.1 to 10": ("imprint", scaled),
+    "half of the rows": ("imprint", in_part(0.5)),
+    "5 % of the rows": ("imprint", in_part(0.05)),
+    "hidden at the rim": ("imprint", hidden),
+}
+TRAPS = {
+    "published: 1000 rows": ("trap-weights", None),
+    "64 rows": ("trap-weights:rows=64", None),
+    "in the first layer": ("trap-weights:where=first", None),
+    "scale 0.99": ("trap-weights:scale=0.99", None),
+    "scale 0.9": ("trap-weights:scale=0.9", None),
+    "16 rows": ("trap-weights:rows=16", None),
+    "noise 1 %": ("trap-weights", noisy(0.01)),
+    "noise 10 %": ("trap-weights", noisy(0.1)),
+    "noise 50 %": ("trap-weights", noisy(0.5)),
+    "noise 100 %": ("trap-weights", noisy(1.0)),
+    "permuted": ("trap-weights", permuted),
+    "gains 0.1 to 10": ("trap-weights", scaled),
+    "half of the rows": ("trap-weights", in_part(0.5)),
+    "5 % of the rows": ("trap-weights", in_part(0.05)),
+    "64 rows, half": ("trap-weights:rows=64", in_part(0.5)),
+    "64 rows, noise 50 %": ("trap-weights:rows=64", noisy(0.5)),
+}
+
+
+def altered(spec: str, change: Change | None, dataset: Dataset, seeds: int) -> Iterator[nn.Module]:
+    """The attack's models, with public images and without, on every network that it can alter."""
+    attack = build_attack(spec)
+    models = ["mlp"] if "where=first" in spec else ATTACKED
+    for seed in range(seeds):
+        for model in models:
+            normalisation = Normalisation(dataset.mean, dataset.std) if seed % 2 == 0 else None
+            network = create_model(model, dataset.shape, dataset.num_classes, seed, normalisation)
+            rng = torch.Generator().manual_seed(seed)
+            public = batch(dataset, 3000, 500) if seed % 3 == 0 else None
+            network = attack.alter(network, Scene(dataset.shape, dataset.num_classes, public), rng).eval()
+            if change is not None:
+                with torch.no_grad():
+                    change(next(layer for layer in network.modules() if isinstance(layer, nn.Linear)), rng)
+            yield network
+
+
+def measure(dataset: Dataset, seeds: int) -> list[dict[str, object]]:
+    """A row for each kind of model: how many, how many with an alarm, and by which checks.
+
+    Of an altered model only findings in the first Linear count, which holds the rows: what an attack puts behind them,
+    to keep the network working, can give it away as well, but need not be there.
+    """
+    data, rows = batch(dataset, 0, 256), list[dict[str, object]]()
+
+    def add(kind: str, name: str, networks: Iterator[nn.Module]) -> None:
+        alarms, by, count, spent = 0, Counter[str](), 0, 0.0
+        for network in networks:
+            started = time.perf_counter()
+            found = inspect(network, data)
+            spent += time.perf_counter() - started
+            first = next(name for name, layer in network.named_modules() if isinstance(layer, nn.Linear))
+            counted = {finding.check for finding in found if kind == "honest" or finding.layer == first}
+            count, alarms = count + 1, alarms + bool(counted)
+            by.update(sorted(counted))
+        mean = spent / count
+        rows.append({"kind": kind, "name": name, "models": count, "alarms": alarms, "by": dict(by), "seconds": mean})
+        found_by = ", ".join(f"{check} {times}" for check, times in by.items())
+        print(f"| {kind} | {name} | {count} | {alarms} | {found_by} | {mean:.2f} |", flush=True)
+
+    print(f"\n{dataset.name}\n\n| kind | model | models | alarms | by check | s a model |\n|{'---|' * 6}")
+    for kind, table in (("imprint", IMPRINTS), ("trap-weights", TRAPS)):
+        for name, (spec, change) in table.items():
+            add(kind, name, altered(spec, change, dataset, seeds))
+    for spec in HONEST + UNTRAINED_ONLY:
+        add("honest", spec, honest(spec, dataset, batch(dataset, 0, 2000), seeds))
+    return rows
+
+
+def main() -> None:
+    """Read the options, measure, and write the rates."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--dataset", default="mnist-5k")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure(load_dataset(options.dataset, options.data), 1 if options.quick else options.seeds)
+    for kind in ("imprint", "trap-weights", "honest"):
+        mine = [row for row in rows if row["kind"] == kind]
+        alarms, models = sum(row["alarms"] for row in mine), sum(row["models"] for row in mine)
+        print(f"\n{kind}: alarms in {alarms} of {models} models ({alarms / models:.1%})")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

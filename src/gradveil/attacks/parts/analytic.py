@@ -1,0 +1,293 @@
+r"""What the analytic attacks share: the first Linear layer, a block before a network, and images read off its rows.
+
+The gradient of row i of a Linear layer with bias is :math:`\sum_j \delta_{ij} x_j^T`, and that of its bias
+:math:`\sum_j \delta_{ij}`, over the images j that reach it. Their ratio is the image itself where there is one, and a
+mixture where there are several. Changes of weights do as well as gradients: a factor drops out.
+"""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradveil.attacks.base import Scene
+from gradveil.attacks.parts.representations import inputs_of
+from gradveil.attacks.parts.space import Space
+from gradveil.errors import ConfigError
+from gradveil.models.base import normalisation_of
+from gradveil.threat import Observation, Reconstruction
+
+WHERE = ("inserted", "first")
+"""Where a malicious server puts its rows: in a block before the network, or in the network's own first layer."""
+INSERTED = "inserted"
+_RANGE = 0.01
+"""Root mean square by which an image may leave [0, 1]; a ratio of nothing leaves it by far."""
+_TWIN = 0.01
+"""Root mean square distance of two rows that saw the same image."""
+_GRID = 0.2
+"""Root mean square distance to whole 8-bit values, where numbers at random have 0.29."""
+_FAINT = 1e-6
+"""Rows with a smaller share of the largest change of a bias hold nothing but rounding."""
+
+
+class Block(nn.Module):
+    """Linear rows that see the image, ReLU, and what they add to it: the network behind sees nearly the same image.
+
+    Attributes:
+        rows: from D pixels to as many numbers as there are rows.
+        shift: from these back to D pixels.
+    """
+
+    def __init__(self, rows: int, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        size = shape[0] * shape[1] * shape[2]
+        self.rows = nn.utils.skip_init(nn.Linear, size, rows)
+        self.act = nn.ReLU()
+        self.shift = nn.utils.skip_init(nn.Linear, rows, size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (N, C, H, W) and a slight shift of them."""
+        return images + self.shift(self.act(self.rows(images.flatten(1)))).view_as(images)
+
+
+def insert(network: nn.Module, block: Block) -> nn.Module:
+    """The network behind a block. What it does to its input, its normalisation, now happens before the block."""
+    whole = nn.Sequential(OrderedDict({INSERTED: block, "network": network})).to(next(network.parameters()))
+    for hook in network._forward_pre_hooks.values():
+        whole.register_forward_pre_hook(hook)
+    network._forward_pre_hooks.clear()
+    return whole.train(network.training)
+
+
+def set_rows(layer: nn.Linear, rows: Tensor, thresholds: Tensor, space: Space) -> None:
+    """Let a layer on normalised pixels compute ``rows @ pixels - thresholds`` of pixels in [0, 1]."""
+    black = space.from_pixels(torch.zeros(space.shape)).double().flatten()
+    white = space.from_pixels(torch.ones(space.shape)).double().flatten()
+    weight = rows.double() / (white - black)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.bias.copy_(-weight @ black - thresholds.double())
+
+
+def set_shift(block: Block, columns: Tensor, pictures: Tensor, size: float) -> None:
+    """Let a block add ``columns`` (D, rows), scaled to ``size`` times the contrast of normalised pictures (N, D).
+
+    What it adds on average is taken off again.
+    """
+    with torch.no_grad():
+        reached = block.act(block.rows(pictures.to(block.rows.weight))).cpu().double()  # (N, rows)
+        added = (reached - reached.mean(0)) @ columns.double().T
+        contrast = (pictures.double() - pictures.double().mean(0)).square().mean().sqrt()
+        spread = added.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+        scaled = columns.double() * (size * contrast / spread)
+        block.shift.weight.copy_(scaled)
+        block.shift.bias.copy_(-scaled @ reached.mean(0))
+
+
+def likely_pictures(network: nn.Module, scene: Scene, rng: torch.Generator, count: int = 500) -> Tensor:
+    """Images (N, C, H, W) in [0, 1] like the private ones, as far as the server knows: public ones if there are any.
+
+    Otherwise smooth noise, coarse and fine, with the mean and contrast of the network's normalisation, or of common
+    photographs. A quarter of its variance is that of the brightness of whole images, as in photographs.
+    """
+    if scene.public_data is not None:
+        return scene.public_data.images.cpu()
+    channels, height, width = scene.shape
+    side, fields = 1, list[Tensor]()
+    while side <= max(height, width):
+        grey = torch.randn(count, 1, side, side, generator=rng)
+        colour = torch.randn(count, channels, side, side, generator=rng)
+        noise = 0.9**0.5 * grey + 0.1**0.5 * colour
+        grown = F.interpolate(noise, (height, width), mode="bilinear", align_corners=True)
+        fields.append(grown / grown.std())
+        side *= 2
+    rest = 0.75 / max(1, len(fields) - 1)
+    shares = [0.25] + [rest] * (len(fields) - 1)
+    field = sum((share**0.5 * one for share, one in zip(shares, fields, strict=True)), torch.zeros(()))
+    normalisation = normalisation_of(network)
+    mean, std = (normalisation.mean, normalisation.std) if normalisation else ((0.45,), (0.26,))
+    return (field * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)).clamp(0, 1)
+
+
+def first_linear(network: nn.Module, shape: tuple[int, int, int]) -> str:
+    """The name of the Linear layer with bias that sees the flattened, normalised image before any other layer.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0))
+    like = next(network.parameters())
+    layers = [
+        (name, layer)
+        for name, layer in network.named_modules()
+        if next(layer.parameters(recurse=False), None) is not None
+    ]
+    names = [name for name, layer in layers if isinstance(layer, nn.Linear) and layer.bias is not None]
+    training = network.training
+    with torch.no_grad(), inputs_of(network, names) as reached:
+        network.eval()(probe.to(like))
+        network.train(training)
+    wanted = Space(network, shape, like).from_pixels(probe).flatten(1)
+    for name in names:
+        if name in reached and reached[name].shape == wanted.shape and torch.equal(reached[name], wanted):
+            return name
+    first = type(layers[0][1]).__name__ if layers else "nothing"
+    raise ConfigError(
+        f"The network's first layer must be a Linear with bias on the flattened image, got {first}. "
+        "Choose model mlp or logistic, or an attack that inserts a layer, such as imprint."
+    )
+
+
+def two_linears(network: nn.Module, shape: tuple[int, int, int]) -> tuple[nn.Linear, nn.Linear]:
+    """The first layer and the next, of a network that begins with Linear, ReLU and Linear on the flattened image.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    name = first_linear(network, shape)
+    leaves = [layer for layer in network.modules() if not list(layer.children())]
+    at = leaves.index(network.get_submodule(name))
+    here, *rest = [layer for layer in leaves[at:] if not isinstance(layer, (nn.Flatten, nn.Identity, nn.Dropout))]
+    if len(rest) > 1 and isinstance(here, nn.Linear) and isinstance(rest[0], nn.ReLU) and isinstance(rest[1], nn.Linear):
+        return here, rest[1]
+    kinds = ", ".join(type(layer).__name__ for layer in (here, *rest)[:3])
+    raise ConfigError(
+        f"where=first needs a network that begins with Linear, ReLU and Linear, got {kinds}. "
+        "Choose model mlp with activation=relu, or where=inserted."
+    )
+
+
+class Rows(NamedTuple):
+    """What a Linear layer on the image says, for T targets.
+
+    Attributes:
+        weight: (T, rows, D) in double precision, its change.
+        bias: (T, rows), that of its bias.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+
+def rows_of(seen: Observation, name: str) -> Rows:
+    """The changes of a layer.
+
+    Raises:
+        ConfigError: if the layer was not sent.
+    """
+    keys = [f"{name}.weight", f"{name}.bias"]
+    missing = [key for key in keys if key not in seen.updates]
+    if missing:
+        raise ConfigError(
+            f"The update must hold the change of {keys[0]} and {keys[1]}, got none of {', '.join(missing)}. "
+            "Let the client train on what the attack's alter gives, and keep this layer shared."
+        )
+    return Rows(*(seen.updates[key].double().cpu() for key in keys))
+
+
+def ratios(rows: Rows, space: Space) -> Tensor:
+    """(T, rows, D) what each row saw, in pixels; 0 where it saw nothing."""
+    there = rows.bias != 0
+    normalised = rows.weight / torch.where(there, rows.bias, 1)[..., None]
+    pixels = space.to_pixels(normalised.unflatten(-1, space.shape)).flatten(2)
+    return torch.where(there[..., None], pixels, 0)
+
+
+class Candidates(NamedTuple):
+    """Images that an update may hold, K of one target.
+
+    Attributes:
+        images: (K, D) in pixels, not clamped.
+        strength: (K,) how much each changed its bias.
+        support: (K,) how many of them are alike, each counted with itself.
+    """
+
+    images: Tensor
+    strength: Tensor
+    support: Tensor
+
+
+def strong(images: Tensor, strength: Tensor, most: int | None = None) -> Candidates:
+    """Those candidates (K, D) of one target that are more than rounding, the strongest first, and at most so many."""
+    order = strength.argsort(descending=True, stable=True)
+    kept = order[strength[order] > _FAINT * strength.max()][:most]
+    return Candidates(images[kept], strength[kept], torch.ones(len(kept), dtype=torch.int64))
+
+
+def supported(found: Candidates) -> Candidates:
+    """The candidates with their support: two rows agree on a single image, but hardly ever on a mixture."""
+    size = found.images.shape[1] ** 0.5
+    distance = torch.cdist(found.images, found.images) / size  # (K, K)
+    return found._replace(support=(distance < _TWIN).sum(1).clamp_min(1))
+
+
+def outside(images: Tensor) -> Tensor:
+    """Root mean square by which images (K, D) leave [0, 1].
+
+    Example:
+        >>> outside(torch.tensor([[0.5, 1.0], [0.5, 2.0]]))
+        tensor([0.0000, 0.7071])
+    """
+    return (images - images.clamp(0, 1)).square().mean(1).sqrt()
+
+
+def on_grid(images: Tensor) -> Tensor:
+    """Whether images (K, D) have whole 8-bit values, as single pictures have and mixtures have not."""
+    scaled = images * 255
+    return (scaled - scaled.round()).square().mean(1).sqrt() < _GRID
+
+
+def best(found: Candidates, count: int) -> tuple[Tensor, Tensor]:
+    """Which candidates to give, at most ``count`` that differ, best first; and whether each is surely a single image.
+
+    First those of whole 8-bit values, then those that stay in [0, 1], by support and strength.
+    """
+    alone = on_grid(found.images) & (outside(found.images) < _RANGE)
+    sure = alone | ((found.support > 1) & (outside(found.images) < _RANGE))
+    keys = (found.strength, found.support, outside(found.images) < _RANGE, sure, alone)  # the last counts most
+    order = torch.arange(len(found.images))
+    for key in keys:
+        order = order[key[order].to(torch.float64).argsort(descending=True, stable=True)]
+    kept = list[int]()
+    for number in order.tolist():
+        if len(kept) == count:
+            break
+        others = found.images[kept]
+        if not len(others) or (others - found.images[number]).square().mean(1).sqrt().min() >= _TWIN:
+            kept.append(number)
+    chosen = torch.tensor(kept, dtype=torch.int64)
+    return chosen, sure[chosen]
+
+
+def collect(seen: Observation, found: list[Candidates], mixed: str) -> Reconstruction:
+    """Each target's best candidates, and no guess for the rest.
+
+    ``mixed`` says in ``why`` what those guesses may be that are not surely single images.
+    """
+    like = next(iter(seen.updates.values()))
+    images = torch.full((seen.num_targets, seen.num_examples, *seen.shape), torch.nan, dtype=torch.float64)
+    loss = torch.full((seen.num_targets,), torch.nan, dtype=torch.float64)
+    why, converged = list[str](), list[bool]()
+    for target, some in enumerate(found):
+        chosen, sure = best(some, seen.num_examples)
+        guesses = some.images[chosen]
+        images[target, : len(chosen)] = guesses.view(-1, *seen.shape).clamp(0, 1)
+        if len(chosen):
+            loss[target] = outside(guesses).mean()
+        converged.append(len(chosen) > 0 and bool((outside(guesses) < _RANGE).all()))
+        why.append(_remark(seen.num_examples, len(chosen), int(sure.sum()), mixed))
+    return Reconstruction(
+        images=images.to(like),
+        labels=torch.full(images.shape[:2], -1, device=like.device),
+        loss=loss.to(like),
+        converged=torch.tensor(converged, device=like.device),
+        why=tuple(why),
+    )
+
+
+def _remark(wanted: int, given: int, sure: int, mixed: str) -> str:
+    if wanted == given == 1 or sure == wanted:
+        return ""
+    return f"{given} guesses for {wanted} images, {sure} surely single ones; the others may be {mixed}"

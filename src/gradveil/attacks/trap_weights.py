@@ -1,0 +1,124 @@
+"""Trap weights: rows that hardly any image passes, so that some of them see one image alone."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradveil.attacks.base import Attack, Scene
+from gradveil.attacks.parts.analytic import (
+    INSERTED,
+    WHERE,
+    Block,
+    collect,
+    first_linear,
+    insert,
+    likely_pictures,
+    ratios,
+    rows_of,
+    set_rows,
+    set_shift,
+    strong,
+    supported,
+    two_linears,
+)
+from gradveil.attacks.parts.space import Space
+from gradveil.threat import Knowledge, Observation, Reconstruction
+from gradveil.validate import in_range, one_of
+
+
+@dataclass(frozen=True)
+class TrapWeights(Attack):
+    r"""Give each row a random half of negative weights, and slightly smaller positive ones for the other half.
+
+    .. math:: W_{ij} = \begin{cases} -|n_j| & j \in N_i \\ s\,|n_{\pi(j)}| & \text{else} \end{cases}, \quad
+        n \sim \mathcal N(0, \sigma^2), \qquad x = \frac{\Delta W_i}{\Delta b_i}
+
+    With s a little below 1 most images fall below 0 and the ReLU holds them back. Rows that a single image passes give
+    it away; they are told by whole 8-bit values, or by two rows that agree. Nothing depends on what images look like.
+
+    Needs: the number of examples, and to alter the model.
+    Fails: for images that pass no row alone, so for dark ones among bright ones and for large batches; under noise.
+    Several local steps are taken as one, and it works approximately: with the default gain rows move a lot on the way.
+    Reference: Boenisch et al. 2021, https://arxiv.org/abs/2112.02918, Section 5 and Algorithm 1 (sigma 0.5, scale
+    0.95).
+    Differs from the paper: rows stand in a block before the network (or in its own first Linear layer), and what they
+    see is added to the image as a slight shift in a pattern of each row's own, so that the network keeps working; all
+    rows are made smaller by ``gain``, which changes nothing about what passes, but spares the rounding of weights;
+    which rows are pure is found without looking at the private images. Convolutional traps are not there.
+
+    Attributes:
+        rows: of the inserted block; more catch more.
+        sigma: standard deviation of the weights before the gain.
+        scale: positive weights over negative ones; less lets fewer images pass.
+        gain: size of the rows.
+        where: inserted before the network, or in its own first Linear layer.
+        shift: contrast that is added to the image, as a share of its own.
+    """
+
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES, Knowledge.ALTERS_MODEL})
+
+    rows: int = 1000
+    sigma: float = 0.5
+    scale: float = 0.95
+    gain: float = 1e-3
+    where: str = "inserted"
+    shift: float = 0.05
+
+    def __post_init__(self) -> None:
+        in_range("rows", self.rows, 1)
+        in_range("sigma", self.sigma, 0, open_low=True)
+        in_range("scale", self.scale, 0, open_low=True)
+        in_range("gain", self.gain, 0, open_low=True)
+        one_of("where", self.where, WHERE)
+        in_range("shift", self.shift, 0, open_low=True)
+
+    def alter(self, network: nn.Module, seen: Scene, rng: torch.Generator) -> nn.Module:
+        """Put the block before the network, or the rows into its first layer."""
+        space = Space(network, seen.shape, torch.zeros(()))
+        if self.where == "first":
+            first, _ = two_linears(network, seen.shape)
+            self._set(first, space, rng)
+            with torch.no_grad():
+                first.weight.div_(self.gain)
+                first.bias.div_(self.gain)
+            return network
+        block = Block(self.rows, seen.shape)
+        self._set(block.rows, space, rng)
+        pictures = space.from_pixels(likely_pictures(network, seen, rng)).flatten(1)
+        set_shift(block, _patterns(self.rows, seen.shape, rng), pictures, self.shift)
+        return insert(network, block)
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """The ratios of rows, those first that saw one image."""
+        layer = f"{INSERTED}.rows" if self.where == "inserted" else first_linear(seen.network, seen.shape)
+        rows = rows_of(seen, layer)
+        images = ratios(rows, Space(seen.network, seen.shape, rows.bias))
+        found = [supported(strong(*pair)) for pair in zip(images, rows.bias.abs(), strict=True)]
+        return collect(seen, found, "mixtures of those that passed a row together")
+
+    def _set(self, layer: nn.Linear, space: Space, rng: torch.Generator) -> None:
+        rows = trap_rows(layer.out_features, space.size, self.sigma, self.scale, rng)
+        set_rows(layer, self.gain * rows, torch.zeros(layer.out_features), space)
+
+
+def trap_rows(rows: int, size: int, sigma: float, scale: float, rng: torch.Generator) -> Tensor:
+    """(rows, size) trap weights: in each row a random half -|N(0, sigma)|, the others ``scale`` times as much, positive.
+
+    Of an odd number of pixels one has no partner, and gets 0.
+    """
+    half = size // 2
+    magnitudes = sigma * torch.randn(rows, half, generator=rng).abs()
+    paired = torch.cat([-magnitudes, scale * magnitudes], 1)
+    order = torch.rand(rows, size, generator=rng).argsort(1)[:, : 2 * half]
+    return torch.zeros(rows, size).scatter_(1, order, paired)
+
+
+def _patterns(rows: int, shape: tuple[int, int, int], rng: torch.Generator) -> Tensor:
+    """(D, rows) a smooth random picture for each row, so that a mixture looks different in every row."""
+    coarse = torch.randn(rows, shape[0], 4, 4, generator=rng)
+    grown = F.interpolate(coarse, shape[1:], mode="bilinear")
+    return grown.reshape(rows, math.prod(shape)).T

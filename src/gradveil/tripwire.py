@@ -1,0 +1,384 @@
+r"""The tripwire: a client looks at the model that it received, and at its own gradient, before anything is sent.
+
+A malicious server needs no search for images: it broadcasts weights which make the gradient hold them. What such
+weights must have, honest ones hardly ever do, and the client has all that it takes to look:
+
+=====================  ============  ===================================================================================
+check                  points to     an alarm, and what honest layers give
+=====================  ============  ===================================================================================
+``parallel-rows``      imprint       three rows or more with a cosine of 0.95 (0.999 if no image moves them), or
+                                     responses to the client's own images that correlate by 0.999. Random rows of n
+                                     entries have cosines of about :math:`1/\sqrt n` (the exact law raises the bound
+                                     where n is small); training gave 0.8 at most, and correlations of 0.993.
+``bias-ladder``        imprint       such rows switch on one after the other, so that they cut the client's images into
+                                     four cells or more; the difference of two rows is then the gradient of a cell.
+``mirrored-rows``      trap-weights  in three rows or more the positive entries are the negative ones times a constant,
+                                     up to 0.1%. The sorted halves of n random entries differ by about
+                                     :math:`1/\sqrt n`.
+``balanced-rows``      trap-weights  z = (sum of a row) / (norm of the row) is nearly the same in too many rows. With
+                                     independent signs z has a standard deviation of 1, and training widens it: a window
+                                     of width d holds a row with a chance of at most d / 2.
+``single-firing``      trap-weights  too many rows are positive for exactly one image. Were the rates of firing spread
+                                     evenly on a logarithmic scale from 1/1000 to 1, it would be 1 / ln 1000 = 14%.
+``isolated-rows``      trap-weights  too many rows of the gradient come from one image alone; the same 14%.
+``isolated-cells``     imprint       the differences of rows of the gradient leave single images, three or more of them.
+                                     In honest layers every row has weights of its own behind it: none do.
+``not-agreed``         any           layers, parameters or shapes that are not those of the network agreed on.
+=====================  ============  ===================================================================================
+
+"Too many" is a binomial test at one in a million for a layer. The layer whose output is the network's is left out,
+since no gate comes behind it (and the rows of classes that nobody has are parallel in all honesty).
+
+Does not find: a server that knows these bounds and stays below them, at a price for its attack; weights that were
+trained to leak (SEER), or that single out a class or a feature (fishing), for these look like any others; anything of
+an honest server that is merely curious; layers other than Linear and Conv2d; convolutions that only pass the image on.
+Single images are looked for only among 32 images or more, and four or more of each class: among fewer, honest rows have
+them too. False alarms must be expected of weights that are quantised, or standardised so that every row adds up to 0.
+
+Reference: Fowl et al. 2022 (imprint), https://arxiv.org/abs/2110.13057; Boenisch et al. 2023 (trap weights),
+https://arxiv.org/abs/2112.02918. The checks are this package's own; benchmarks/tripwire.py measures them.
+"""
+
+import copy
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from scipy.special import bdtrc, betaincinv
+from torch import Tensor, nn
+
+from gradveil.attacks.base import Attack, Scene
+from gradveil.defences.base import Client
+from gradveil.errors import TripwireError
+from gradveil.types import Batch
+
+FEWEST_ROWS = 3
+"""Rows that must be alike: two classes, or two duplicates, are honest reasons for a pair."""
+COSINE, CORRELATION, MIRROR, ALONE = 0.95, 0.999, 1e-3, 0.95
+CHANCE = 1e-6
+"""How often an honest layer may raise an alarm where its law is known."""
+LOG_UNIFORM = 1 / math.log(1000)
+WINDOWS = (0.05, 0.2)
+MOST_IMAGES = 256
+
+
+class TripwireWarning(UserWarning):
+    """What ``tripwire = "warn"`` says of a client's round."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something in a received model, or in the gradient that it makes, which honest training does not give.
+
+    Attributes:
+        check: which check found it, as in the table above.
+        layer: name of the layer.
+        family: the attack that it points to.
+        score: the check's own statistic; how far it goes beyond the bound is in the sentence.
+        sentence: what was found, for a person.
+    """
+
+    check: str
+    layer: str
+    family: str
+    score: float
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.check} in {self.layer or 'the network'} ({self.family}): {self.sentence}"
+
+
+def guard(mode: str, client: Client) -> None:
+    """Run all checks before a client trains: ``warn`` says what they find, ``refuse`` raises it, so nothing is sent.
+
+    The architecture is not compared, since a client of a simulation puts what it receives into a network of its own.
+    """
+    found = inspect(client.model, client.data)
+    if not found:
+        return
+    message = (
+        f"The model that client {client.id} received in round {client.round} must hold no traps, got "
+        f"{len(found)}: {' '.join(str(finding) for finding in found)}"
+    )
+    if mode == "refuse":
+        raise TripwireError(f"{message} Nothing was sent; look at the server, or set --tripwire warn.")
+    warnings.warn(message, TripwireWarning, stacklevel=2)
+
+
+def inspect(network: nn.Module, data: Batch, agreed: nn.Module | None = None) -> list[Finding]:
+    """All checks, of the model and of the gradient on some of a client's images; the network is left as it is."""
+    return check_model(network, data, agreed) + check_update(network, _some(data, _enough(data)))
+
+
+def inspect_attack(
+    attack: Attack, network: nn.Module, seen: Scene, data: Batch, rng: torch.Generator, *, agreed: bool = False
+) -> list[Finding]:
+    """What a client with these images finds in the model that the attack makes of a copy of the network.
+
+    With ``agreed`` the client knows the architecture, so that it finds every layer that was put in.
+    """
+    altered = attack.alter(copy.deepcopy(network), seen, rng)
+    return inspect(altered, data, network if agreed else None)
+
+
+def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None) -> list[Finding]:
+    """Look at a received model, and at its responses to at most `MOST_IMAGES` of a client's images.
+
+    Args:
+        network: as received; left as it is.
+        data: the client's images.
+        agreed: the network that the client expects, of whatever weights; None where it expects nothing.
+    """
+    found = [] if agreed is None else list(_not_agreed(network, agreed))
+    few = _enough(data)
+    for call in _calls(network, _some(data, MOST_IMAGES)):
+        rows = call.layer.weight.detach().flatten(1).double()  # (rows, entries)
+        group = _parallel_weights(rows) if call.inputs is None else _most_parallel(rows, call)
+        if len(group) >= FEWEST_ROWS:
+            found.append(_parallel(call.name, group, len(rows)))
+            found += _ladder(call, group)
+        found += _traps(call.name, rows)
+        if call.outputs is not None and len(data) >= few:
+            fires = call.outputs[_spread(len(call.outputs), few)] > 0  # (images, rows)
+            found += _single(call.name, fires.sum(0).eq(1), few, "single-firing", "are positive for one image alone")
+    return found
+
+
+def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
+    """Look at what each image adds to the gradient of every Linear's rows, at the received weights.
+
+    A row's gradient is the sum over images of the input times a factor, the gradient by the row's output. Each image's
+    factors are first divided by their norm over the layer: one badly classified image among good ones is no attack.
+    """
+    found: list[Finding] = []
+    for call in _calls(network, batch):
+        if call.slopes is None:
+            continue
+        parts = F.normalize(call.slopes.double(), dim=1)  # (images, rows)
+        alone = _alone(parts)
+        if len(batch) >= _enough(batch):
+            found += _single(call.name, alone, len(batch), "isolated-rows", "of the gradient come from one image alone")
+        images = _isolated_by_differences(parts)
+        if len(images) >= FEWEST_ROWS:
+            found.append(
+                Finding(
+                    "isolated-cells",
+                    call.name,
+                    "imprint",
+                    len(images) / len(batch),
+                    f"differences of two rows of the gradient hold single images, {len(images)} of {len(batch)} "
+                    "images in all; honest layers give none.",
+                )
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a layer met on its way.
+
+    For a convolution, and for a Linear that meets many positions of an image, the tensors are None.
+    """
+
+    name: str
+    layer: nn.Linear | nn.Conv2d
+    inputs: Tensor | None  # (N, entries)
+    outputs: Tensor | None  # (N, rows)
+    slopes: Tensor | None  # (N, rows), of each image's own loss by the outputs
+
+
+def _calls(network: nn.Module, batch: Batch) -> list[_Call]:
+    """The Linears and convolutions with a batch's inputs, outputs and slopes, but for the one that gives the result."""
+    model = copy.deepcopy(network).eval().requires_grad_(False)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
+    met: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def watch(name: str, layer: nn.Module) -> None:
+        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            leaf = output if output.requires_grad else output.requires_grad_()
+            met[name] = (inputs[0].detach(), leaf)
+            return leaf.clone()  # an activation may work in place
+
+        layer.register_forward_hook(record)
+
+    for name, layer in layers.items():
+        watch(name, layer)
+    with torch.enable_grad():
+        result = model(batch.images)
+        loss = F.cross_entropy(result, batch.labels, reduction="sum")
+    last = next((name for name, (_, output) in reversed(met.items()) if _is_result(output, result)), None)
+    flat = [name for name, (_, out) in met.items() if name != last and out.dim() == 2]
+    slopes = torch.autograd.grad(loss, [met[name][1] for name in flat], allow_unused=True) if flat else ()
+    by_name = dict(zip(flat, slopes, strict=True))
+    return [
+        _Call(name, layer, met[name][0], met[name][1].detach(), by_name[name])
+        if name in by_name
+        else _Call(name, layer, None, None, None)
+        for name, layer in layers.items()
+        if name != last
+    ]
+
+
+def _is_result(output: Tensor, result: Tensor) -> bool:
+    return output.shape == result.shape and torch.equal(output, result)
+
+
+def _enough(data: Batch) -> int:
+    """How many images make a rarely firing row suspicious: one that answers to a class fires for four of them."""
+    labels = data.labels if data.labels.dim() == 1 else data.labels.argmax(1)
+    return max(32, 4 * len(set(labels.tolist())))
+
+
+def _some(data: Batch, count: int) -> Batch:
+    return data[_spread(len(data), count).to(data.images.device)]
+
+
+def _spread(length: int, count: int) -> Tensor:
+    """Indices of at most ``count`` entries, evenly spread: a client's images may be sorted by class."""
+    return torch.linspace(0, length - 1, min(count, length)).round().long()
+
+
+def _not_agreed(network: nn.Module, agreed: nn.Module) -> Iterator[Finding]:
+    received, expected = _structure(network), _structure(agreed)
+    for name in received.keys() | expected.keys():
+        got, rule = received.get(name, "nothing"), expected.get(name, "nothing")
+        if got != rule:
+            yield Finding("not-agreed", name, "any", 1.0, f"{rule} was agreed on, got {got}.")
+
+
+def _structure(network: nn.Module) -> dict[str, str]:
+    """What is under each name: the kind of a layer with its own parameters and buffers."""
+    found = {}
+    for name, layer in network.named_modules():
+        own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        shapes = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in own)
+        if own or not list(layer.children()):
+            found[name] = f"{type(layer).__name__}({shapes})"
+    return found
+
+
+def _parallel_weights(rows: Tensor, least: float = COSINE) -> Tensor:
+    """The rows of the largest group with parallel weights: those nearly proportional to one of them."""
+    count, entries = rows.shape
+    if count < FEWEST_ROWS or entries < 2:
+        return torch.empty(0, dtype=torch.long)
+    pairs = count * (count - 1) / 2
+    by_chance = math.sqrt(1 - betaincinv((entries - 1) / 2, 0.5, CHANCE / pairs))
+    return _largest_group(rows, max(least, by_chance))
+
+
+def _most_parallel(rows: Tensor, call: _Call) -> Tensor:
+    """The largest of three groups: rows with proportional weights, with nearly so, and with responses that correlate.
+
+    For the last two only rows count that some image moves: the others are alike where a training has failed. Responses
+    count only where images differ in many ways: random rows must not correlate by 0.9 themselves.
+    """
+    groups = [_parallel_weights(rows, CORRELATION)]
+    if call.inputs is not None and call.slopes is not None:
+        live = call.slopes.ne(0).any(0).nonzero().flatten()
+        groups.append(live[_parallel_weights(rows[live])])
+        centred = (call.inputs - call.inputs.mean(0)).double()  # (N, entries)
+        rng = torch.Generator().manual_seed(0)
+        control = torch.randn(256, rows.shape[1], generator=rng, dtype=torch.float64).to(rows.device)
+        responses = F.normalize(control @ centred.T, dim=1)
+        if (responses @ responses.T).fill_diagonal_(0).abs().max() < 0.9:
+            groups.append(live[_largest_group(rows[live] @ centred.T, CORRELATION)])
+    return max(groups, key=len)
+
+
+def _largest_group(rows: Tensor, bound: float) -> Tensor:
+    """Indices of the row with most others at a cosine of the bound or more, and of those; zero rows do not count."""
+    if not len(rows):
+        return torch.empty(0, dtype=torch.long)
+    norms = rows.norm(dim=1)
+    unit = F.normalize(rows, dim=1) * norms.gt(1e-9 * norms.max())[:, None]
+    near: Tensor = (unit @ unit.T).abs() >= bound
+    return near[int(near.sum(1).argmax())].nonzero().flatten()
+
+
+def _parallel(name: str, group: Tensor, count: int) -> Finding:
+    sentence = f"{len(group)} of {count} rows are parallel; honest rows are not."
+    return Finding("parallel-rows", name, "imprint", len(group) / count, sentence)
+
+
+def _ladder(call: _Call, group: Tensor) -> list[Finding]:
+    """Parallel rows that switch on at different places, among the client's own images."""
+    if call.outputs is None:
+        return []
+    patterns = (call.outputs[:, group] > 0).int()  # (N, group)
+    sizes = Counter(map(tuple, patterns.tolist())).values()
+    if len(sizes) < FEWEST_ROWS + 1:
+        return []
+    alone = sum(size == 1 for size in sizes)
+    sentence = f"{len(group)} parallel rows cut {len(patterns)} images into {len(sizes)} cells, {alone} with one image."
+    return [Finding("bias-ladder", call.name, "imprint", len(sizes) / len(patterns), sentence)]
+
+
+def _traps(name: str, rows: Tensor) -> Iterator[Finding]:
+    """Rows that are half negative with the same magnitudes as the other half, or nearly so."""
+    count, entries = rows.shape
+    mirrored = int(_mirrored(rows).sum()) if entries >= 16 else 0
+    if mirrored >= FEWEST_ROWS:
+        sentence = f"the positive entries of {mirrored} of {count} rows are the negative ones times a constant."
+        yield Finding("mirrored-rows", name, "trap-weights", mirrored / count, sentence)
+    norms = rows.norm(dim=1)
+    balances = (rows.sum(1) / norms)[norms > 0].sort().values
+    balances = balances[balances.abs() < 0.2 * math.sqrt(entries)]  # beyond that a row is mostly of one sign
+    for width in WINDOWS:
+        inside = torch.searchsorted(balances, balances + width, right=True) - torch.arange(
+            len(balances), device=rows.device
+        )
+        most = int(inside.max()) if len(inside) else 0
+        if most >= FEWEST_ROWS and count * bdtrc(most - 1, count, width / 2) < CHANCE:
+            sentence = (
+                f"the sum of a row over its norm is the same up to {width:g} in {most} of {count} rows; "
+                f"{count * width / 2:.1f} are expected at most."
+            )
+            yield Finding("balanced-rows", name, "trap-weights", most / count, sentence)
+            return
+
+
+def _mirrored(rows: Tensor) -> Tensor:
+    """(rows,) whether the sorted positive entries are the sorted negative ones times a constant."""
+    half = rows.shape[1] // 2
+    ordered = rows.sort(dim=1).values
+    negative, positive = -ordered[:, :half], ordered.flip(1)[:, :half]  # both from the largest magnitude down
+    factor = (positive * negative).sum(1) / negative.square().sum(1).clamp_min(1e-300)
+    rest = (positive - factor[:, None] * negative).norm(dim=1)
+    mixed = (positive >= 0).all(1) & (negative >= 0).all(1) & (negative[:, 0] > 0)
+    spread = positive.std(1) > 0.1 * positive.mean(1)  # of a row of +c and -c nothing can be said
+    found: Tensor = mixed & spread & (rest < MIRROR * positive.norm(dim=1))
+    return found
+
+
+def _single(name: str, single: Tensor, images: int, check: str, what: str) -> list[Finding]:
+    """A finding if more rows have a single image than a spread of rates explains."""
+    count, found = len(single), int(single.sum())
+    if found < FEWEST_ROWS or bdtrc(found - 1, count, LOG_UNIFORM) >= CHANCE:
+        return []
+    sentence = f"{found} of {count} rows {what} of {images}; {count * LOG_UNIFORM:.1f} are expected at most."
+    return [Finding(check, name, "trap-weights", found / count, sentence)]
+
+
+def _alone(parts: Tensor) -> Tensor:
+    """(rows,) whether one image has nearly all of a row: parts is (images, rows)."""
+    sizes = parts.abs()
+    alone: Tensor = sizes.amax(0) > ALONE * sizes.sum(0)
+    return alone
+
+
+def _isolated_by_differences(parts: Tensor) -> Sequence[int]:
+    """Images that the difference of two rows leaves alone, of rows that have other images too: parts is (N, rows)."""
+    sizes = parts.abs()
+    shared = parts[:, (sizes.sum(0) > 0) & ~_alone(parts)].T  # (rows, N)
+    found: set[int] = set()
+    for row in shared:
+        rest = (shared - row).abs()
+        total = rest.sum(1)
+        single = (rest.amax(1) > ALONE * total) & (total > 1e-6 * row.abs().sum())
+        found |= set(rest[single].argmax(1).tolist())
+    return sorted(found)

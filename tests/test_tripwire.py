@@ -1,0 +1,296 @@
+"""The tripwire: each check finds the attack that it is for, and nothing in honest models; refusing sends nothing."""
+
+import copy
+import warnings
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradveil import create_model, load_dataset
+from gradveil.attacks.base import Attack, Scene
+from gradveil.config import TrainSettings
+from gradveil.engines.simulation import Simulation
+from gradveil.errors import TripwireError
+from gradveil.tripwire import Finding, TripwireWarning, check_model, check_update, inspect, inspect_attack
+from gradveil.types import Batch
+
+SHAPE, PIXELS = (1, 28, 28), 784
+SCENE = Scene(SHAPE, 10)
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    train = load_dataset("mnist-5k").train
+    pick = torch.randperm(len(train.labels), generator=rng())[:256].numpy()
+    images, labels = torch.from_numpy(train.images[pick]).float() / 255, torch.from_numpy(train.labels[pick])
+    return Batch(images, labels, torch.zeros(256, dtype=torch.bool))
+
+
+def checks(findings):
+    return {finding.check for finding in findings}
+
+
+def imprint(digits, bins=64, query=None):
+    """As published: one question for all rows, thresholds at quantiles, and equal columns behind, before a network."""
+    query = torch.ones(PIXELS) / PIXELS if query is None else query
+    answers = digits.images.flatten(1) @ query
+    rows, back = nn.Linear(PIXELS, bins), nn.Linear(bins, PIXELS)
+    with torch.no_grad():
+        rows.weight.copy_(query.expand(bins, -1))
+        rows.bias.copy_(-torch.quantile(answers, torch.arange(bins) / bins))
+        back.weight.fill_(1.0)
+    network = create_model("lenet5", SHAPE, 10, seed=0)
+    return nn.Sequential(nn.Flatten(), rows, nn.ReLU(), back, nn.Unflatten(1, SHAPE), network)
+
+
+def trap_rows(count, size=PIXELS, seed=0):
+    """As published: a random half negative, the rest 0.95 times the same magnitudes."""
+    magnitudes = torch.randn(count, size // 2, generator=rng(seed)).abs() / 2
+    order = torch.rand(count, size, generator=rng(seed + 1)).argsort(1)
+    return torch.cat([-magnitudes, 0.95 * magnitudes], 1).gather(1, order)
+
+
+def trapped(count=200, hidden=200):
+    network = create_model(f"mlp:hidden={hidden}", SHAPE, 10, seed=0)
+    with torch.no_grad():
+        network.linear1.weight[:count] = trap_rows(count)
+        network.linear1.bias[:count] = 0
+    return network
+
+
+@pytest.mark.parametrize("spec", ["mlp", "mlp:activation=sigmoid,init=uniform", "lenet5", "lenet-dlg", "logistic"])
+def test_honest_models_raise_no_alarm(spec, digits):
+    network = create_model(spec, SHAPE, 10, seed=1)
+    assert inspect(network, digits, create_model(spec, SHAPE, 10, seed=2)) == []
+    optimiser = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9)
+    for some in torch.arange(256).repeat(4).split(32):
+        optimiser.zero_grad()
+        F.cross_entropy(network(digits.images[some]), digits.labels[some]).backward()
+        optimiser.step()
+    assert inspect(network, digits) == []
+
+
+@pytest.mark.parametrize("init", [nn.init.normal_, nn.init.uniform_, nn.init.orthogonal_, nn.init.zeros_])
+@pytest.mark.parametrize("size", [(2, 9), (16, 25), (300, 30), (64, 784)])
+def test_honest_initialisations_raise_no_alarm(init, size, digits):
+    options = {"a": -0.5, "b": 0.5} if init is nn.init.uniform_ else {}
+    for seed in range(3):
+        layer = nn.Linear(size[1], size[0])
+        init(layer.weight, generator=rng(seed), **options) if init is not nn.init.zeros_ else init(layer.weight)
+        random = nn.Linear(PIXELS, size[1])
+        network = nn.Sequential(nn.Flatten(), random, nn.Tanh(), layer, nn.ReLU(), nn.Linear(size[0], 10))
+        assert [finding for finding in inspect(network, digits) if finding.layer == "3"] == []
+
+
+def test_an_imprint_is_found_three_times(digits):
+    found = [finding for finding in inspect(imprint(digits), digits) if finding.layer == "1"]
+    assert checks(found) == {"parallel-rows", "bias-ladder", "isolated-cells"}
+    assert {finding.family for finding in found} == {"imprint"}
+    parallel = next(finding for finding in found if finding.check == "parallel-rows")
+    assert parallel == Finding("parallel-rows", "1", "imprint", 1.0, "64 of 64 rows are parallel; honest rows are not.")
+    ladder = next(finding for finding in found if finding.check == "bias-ladder")
+    answers = digits.images.flatten(1).mean(1)
+    cells = torch.bucketize(answers, torch.quantile(answers, torch.arange(64) / 64)).unique()
+    assert ladder.score == pytest.approx(len(cells) / 256, abs=2 / 256)
+
+
+def noise(layer, share):
+    extra = F.normalize(torch.randn(layer.weight.shape, generator=rng()), dim=1)
+    layer.weight += share * extra * layer.weight.norm(dim=1, keepdim=True)
+
+
+def shuffle(layer):
+    order = torch.randperm(len(layer.weight), generator=rng())
+    layer.weight.copy_(layer.weight[order])
+    layer.bias.copy_(layer.bias[order])
+
+
+def gains(layer):
+    factors = torch.rand(len(layer.weight), generator=rng()) + 0.1
+    layer.weight *= factors[:, None]
+    layer.bias *= factors
+
+
+def rim(layer):
+    """Rows that are orthogonal for the eye, by weights on pixels that are always black."""
+    layer.weight[:, :28] = torch.randn(len(layer.weight), 28, generator=rng())
+
+
+def half(layer):
+    layer.weight[::2] = torch.randn(layer.weight[::2].shape, generator=rng())
+    layer.bias[::2] = 0
+
+
+@pytest.mark.parametrize("change", [lambda layer: noise(layer, 0.1), shuffle, gains, rim, half])
+@pytest.mark.parametrize("bins", [8, 64])
+def test_a_changed_imprint_is_still_found(change, bins, digits):
+    network = imprint(digits, bins)
+    with torch.no_grad():
+        change(network[1])
+    found = [finding for finding in check_model(network, digits) if finding.layer == "1"]
+    assert {"parallel-rows", "bias-ladder"} <= checks(found)
+
+
+def test_an_imprint_that_misses_the_images_is_found_by_its_weights(digits):
+    network = imprint(digits)
+    with torch.no_grad():
+        network[1].bias.sub_(10)
+    assert "parallel-rows" in checks(finding for finding in check_model(network, digits) if finding.layer == "1")
+
+
+def test_trap_weights_are_found(digits):
+    found = check_model(trapped(), digits)
+    assert {"mirrored-rows", "balanced-rows"} <= checks(found)
+    assert {(finding.layer, finding.family) for finding in found} == {("linear1", "trap-weights")}
+
+
+def test_few_traps_are_found_by_their_mirrored_halves(digits):
+    assert checks(check_model(trapped(count=5), digits)) == {"mirrored-rows"}
+
+
+def test_noisy_traps_are_found_by_their_balance(digits):
+    network = trapped()
+    with torch.no_grad():
+        noise(network.linear1, 0.3)
+    assert checks(check_model(network, digits)) == {"balanced-rows"}
+
+
+def test_rows_that_one_image_passes_are_found_in_model_and_gradient(digits):
+    forty = digits[torch.arange(40)]
+    pixels = F.normalize(forty.images.flatten(1), dim=1)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, 40), nn.ReLU(), nn.Linear(40, 10))
+    with torch.no_grad():
+        network[1].weight.copy_(pixels)
+        closest = (pixels @ forty.images.flatten(1).T).sort(1).values[:, -2:]
+        network[1].bias.copy_(-closest.mean(1))  # between the row's best image and the next
+    assert checks(check_model(network, forty)) == {"single-firing"}
+    found = check_update(network, forty)
+    assert checks(found) == {"isolated-rows"}
+    assert found[0].score > 0.5
+    assert "of the gradient come from one image alone of 40; 5.8 are expected at most" in found[0].sentence
+    assert inspect(network, digits[torch.arange(20)]) == []  # among few images honest rows have single ones too
+
+
+def test_one_badly_classified_image_is_no_alarm(digits):
+    network = create_model("mlp", SHAPE, 10, seed=0)
+    with torch.no_grad():
+        network.linear.weight.mul_(1e-3)
+        network.linear.bias.copy_(20.0 * F.one_hot(digits.labels[0], 10))
+    same = digits.labels == digits.labels[0]
+    labels = digits.labels[0].repeat(40)
+    labels[7] = (labels[7] + 1) % 10
+    batch = replace(digits[torch.arange(40)], labels=labels)
+    assert same.any()
+    assert check_update(network, batch) == []
+
+
+def test_the_layer_that_gives_the_result_may_have_parallel_rows(digits):
+    network = create_model("logistic", SHAPE, 10, seed=0)
+    with torch.no_grad():
+        network.linear.weight.copy_(network.linear.weight[:1].expand(10, -1))
+    assert inspect(network, digits) == []
+
+
+def test_parallel_filters_are_found(digits):
+    network = create_model("lenet5", SHAPE, 10, seed=0)
+    with torch.no_grad():
+        network.conv2.weight[3:9] = network.conv2.weight[3] * torch.arange(1, 7).view(6, 1, 1, 1)
+    (finding,) = check_model(network, digits)
+    assert (finding.check, finding.layer, finding.score) == ("parallel-rows", "conv2", 6 / 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "layer", "sentence"),
+    [
+        (
+            lambda net: setattr(net, "act1", nn.Identity()),
+            "act1",
+            "ReLU() was agreed on, got Identity().",
+        ),
+        (
+            lambda net: net.add_module("extra", nn.Linear(10, 10, bias=False)),
+            "extra",
+            "nothing was agreed on, got Linear(weight (10, 10)).",
+        ),
+        (
+            lambda net: setattr(net, "linear", nn.Linear(200, 12)),
+            "linear",
+            "Linear(weight (10, 200), bias (10,)) was agreed on, got Linear(weight (12, 200), bias (12,)).",
+        ),
+    ],
+)
+def test_what_was_not_agreed_on_is_named(change, layer, sentence, digits):
+    agreed = create_model("mlp", SHAPE, 10, seed=0)
+    network = copy.deepcopy(agreed)
+    change(network)
+    found = check_model(network, digits, agreed)
+    assert Finding("not-agreed", layer, "any", 1.0, sentence) in found
+    assert checks(check_model(network, digits)) == set()
+
+
+def test_the_network_and_the_random_state_are_left_as_they_were(digits):
+    network = imprint(digits).train()
+    before, state = copy.deepcopy(network.state_dict()), torch.get_rng_state()
+    assert inspect(network, digits) == inspect(network, digits)
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    assert network.training
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in network.parameters())
+    assert not any(layer._forward_hooks for layer in network.modules())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@dataclass(frozen=True)
+class Traps(Attack):
+    """A malicious server's stand-in."""
+
+    def alter(self, network, seen, rng):
+        with torch.no_grad():
+            network.linear1.weight.copy_(trap_rows(200))
+        return nn.Sequential(network)
+
+    def run(self, seen, rng):
+        raise NotImplementedError
+
+
+def test_an_attack_can_be_measured(digits):
+    network = create_model("mlp", SHAPE, 10, seed=0)
+    before = copy.deepcopy(network.state_dict())
+    found = inspect_attack(Traps(), network, SCENE, digits, rng())
+    assert checks(found) == {"mirrored-rows", "balanced-rows"}
+    assert "not-agreed" in checks(inspect_attack(Traps(), network, SCENE, digits, rng(), agreed=True))
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+
+
+SETTINGS = TrainSettings(clients=2, rounds=2, partition="iid:images=40", model="mlp", momentum=0.0)
+
+
+def play(mode, network=None):
+    with Simulation(replace(SETTINGS, tripwire=mode), workers=0, network=network) as simulation:
+        rows = [row["loss"] for row in simulation.run()]
+        return rows, simulation.model
+
+
+def test_refusing_sends_nothing_and_names_what_was_found():
+    with pytest.raises(TripwireError, match=r"client \d received in round 1 must hold no traps, got \d: .*linear1"):
+        play("refuse", trapped)
+
+
+def test_warning_warns_once_a_client_and_round_and_changes_nothing():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows, model = play("warn", trapped)
+    assert [item.category for item in caught] == [TripwireWarning] * 4
+    silent_rows, silent = play("off", trapped)
+    assert rows == silent_rows
+    assert all(torch.equal(model[name], silent[name]) for name in model)
+
+
+def test_honest_runs_go_through():
+    assert play("refuse")[0] == play("off")[0]
