@@ -22,7 +22,8 @@ check                  points to     an alarm, and what honest layers give
                                      evenly on a logarithmic scale from 1/1000 to 1, it would be 1 / ln 1000 = 14%.
 ``isolated-rows``      trap-weights  too many rows of the gradient come from one image alone; the same 14%.
 ``isolated-cells``     imprint       the differences of rows of the gradient leave single images, three or more of them.
-                                     In honest layers every row has weights of its own behind it: none do.
+                                     In honest layers every row has weights of its own behind it, so that two rows
+                                     with six images each do not agree on all but one.
 ``not-agreed``         any           layers, parameters or shapes that are not those of the network agreed on.
 =====================  ============  ===================================================================================
 
@@ -58,12 +59,13 @@ from gradveil.types import Batch
 
 FEWEST_ROWS = 3
 """Rows that must be alike: two classes, or two duplicates, are honest reasons for a pair."""
-COSINE, CORRELATION, MIRROR, ALONE = 0.95, 0.999, 1e-3, 0.95
+COSINE, CORRELATION, MIRROR, ALONE, SHARED = 0.95, 0.999, 1e-3, 0.95, 6
 CHANCE = 1e-6
 """How often an honest layer may raise an alarm where its law is known."""
 LOG_UNIFORM = 1 / math.log(1000)
 WINDOWS = (0.05, 0.2)
-MOST_IMAGES = 256
+MOST_IMAGES, MOST_ROWS = 256, 512
+"""Images that responses are taken of, and rows that are compared with each other in the gradient, evenly spread."""
 
 
 class TripwireWarning(UserWarning):
@@ -135,13 +137,14 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
     """
     found = [] if agreed is None else list(_not_agreed(network, agreed))
     few = _enough(data)
-    for call in _calls(network, _some(data, MOST_IMAGES)):
-        rows = call.layer.weight.detach().flatten(1).double()  # (rows, entries)
+    for call in _look(network, _some(data, MOST_IMAGES))[0]:
+        rows = call.layer.weight.detach().flatten(1)  # (rows, entries)
         group = _parallel_weights(rows) if call.inputs is None else _most_parallel(rows, call)
         if len(group) >= FEWEST_ROWS:
             found.append(_parallel(call.name, group, len(rows)))
             found += _ladder(call, group)
-        found += _traps(call.name, rows)
+        others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, group.cpu(), len(group) < FEWEST_ROWS)
+        found += _traps(call.name, rows[others.to(rows.device)])
         if call.outputs is not None and len(data) >= few:
             fires = call.outputs[_spread(len(call.outputs), few)] > 0  # (images, rows)
             found += _single(call.name, fires.sum(0).eq(1), few, "single-firing", "are positive for one image alone")
@@ -152,28 +155,25 @@ def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
     """Look at what each image adds to the gradient of every Linear's rows, at the received weights.
 
     A row's gradient is the sum over images of the input times a factor, the gradient by the row's output. Each image's
-    factors are first divided by their norm over the layer: one badly classified image among good ones is no attack.
+    factors are first divided by their norm over the layer, and images without any loss are left out: one badly
+    classified image among good ones is no attack.
     """
     found: list[Finding] = []
-    for call in _calls(network, batch):
+    calls, learnt = _look(network, batch)
+    for call in calls:
         if call.slopes is None:
             continue
-        parts = F.normalize(call.slopes.double(), dim=1)  # (images, rows)
-        alone = _alone(parts)
-        if len(batch) >= _enough(batch):
-            found += _single(call.name, alone, len(batch), "isolated-rows", "of the gradient come from one image alone")
+        parts = F.normalize(call.slopes[learnt].double(), dim=1, eps=1e-100)  # (images, rows)
+        if len(parts) >= _enough(batch):
+            alone = _alone(parts)
+            found += _single(call.name, alone, len(parts), "isolated-rows", "of the gradient come from one image alone")
         images = _isolated_by_differences(parts)
         if len(images) >= FEWEST_ROWS:
-            found.append(
-                Finding(
-                    "isolated-cells",
-                    call.name,
-                    "imprint",
-                    len(images) / len(batch),
-                    f"differences of two rows of the gradient hold single images, {len(images)} of {len(batch)} "
-                    "images in all; honest layers give none.",
-                )
+            sentence = (
+                f"differences of two rows of the gradient hold single images, {len(images)} of {len(batch)} images in "
+                "all; honest layers give none."
             )
+            found.append(Finding("isolated-cells", call.name, "imprint", len(images) / len(batch), sentence))
     return found
 
 
@@ -191,8 +191,8 @@ class _Call:
     slopes: Tensor | None  # (N, rows), of each image's own loss by the outputs
 
 
-def _calls(network: nn.Module, batch: Batch) -> list[_Call]:
-    """The Linears and convolutions with a batch's inputs, outputs and slopes, but for the one that gives the result."""
+def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
+    """All Linears and convolutions but the one that gives the result, and (N,) whether an image has a loss at all."""
     model = copy.deepcopy(network).eval().requires_grad_(False)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
     met: dict[str, tuple[Tensor, Tensor]] = {}
@@ -212,15 +212,16 @@ def _calls(network: nn.Module, batch: Batch) -> list[_Call]:
         loss = F.cross_entropy(result, batch.labels, reduction="sum")
     last = next((name for name, (_, output) in reversed(met.items()) if _is_result(output, result)), None)
     flat = [name for name, (_, out) in met.items() if name != last and out.dim() == 2]
-    slopes = torch.autograd.grad(loss, [met[name][1] for name in flat], allow_unused=True) if flat else ()
-    by_name = dict(zip(flat, slopes, strict=True))
-    return [
+    slopes = torch.autograd.grad(loss, [result, *(met[name][1] for name in flat)], allow_unused=True)
+    by_name = dict(zip(flat, slopes[1:], strict=True))
+    calls = [
         _Call(name, layer, met[name][0], met[name][1].detach(), by_name[name])
         if name in by_name
         else _Call(name, layer, None, None, None)
         for name, layer in layers.items()
         if name != last
     ]
+    return calls, slopes[0].ne(0).any(1)
 
 
 def _is_result(output: Tensor, result: Tensor) -> bool:
@@ -281,9 +282,9 @@ def _most_parallel(rows: Tensor, call: _Call) -> Tensor:
     if call.inputs is not None and call.slopes is not None:
         live = call.slopes.ne(0).any(0).nonzero().flatten()
         groups.append(live[_parallel_weights(rows[live])])
-        centred = (call.inputs - call.inputs.mean(0)).double()  # (N, entries)
+        centred = call.inputs - call.inputs.mean(0)  # (N, entries)
         rng = torch.Generator().manual_seed(0)
-        control = torch.randn(256, rows.shape[1], generator=rng, dtype=torch.float64).to(rows.device)
+        control = torch.randn(256, rows.shape[1], generator=rng).to(rows)
         responses = F.normalize(control @ centred.T, dim=1)
         if (responses @ responses.T).fill_diagonal_(0).abs().max() < 0.9:
             groups.append(live[_largest_group(rows[live] @ centred.T, CORRELATION)])
@@ -321,6 +322,8 @@ def _ladder(call: _Call, group: Tensor) -> list[Finding]:
 def _traps(name: str, rows: Tensor) -> Iterator[Finding]:
     """Rows that are half negative with the same magnitudes as the other half, or nearly so."""
     count, entries = rows.shape
+    if not count:
+        return
     mirrored = int(_mirrored(rows).sum()) if entries >= 16 else 0
     if mirrored >= FEWEST_ROWS:
         sentence = f"the positive entries of {mirrored} of {count} rows are the negative ones times a constant."
@@ -347,10 +350,10 @@ def _mirrored(rows: Tensor) -> Tensor:
     half = rows.shape[1] // 2
     ordered = rows.sort(dim=1).values
     negative, positive = -ordered[:, :half], ordered.flip(1)[:, :half]  # both from the largest magnitude down
-    factor = (positive * negative).sum(1) / negative.square().sum(1).clamp_min(1e-300)
+    factor = (positive * negative).sum(1) / negative.square().sum(1).clamp_min(1e-30)
     rest = (positive - factor[:, None] * negative).norm(dim=1)
     mixed = (positive >= 0).all(1) & (negative >= 0).all(1) & (negative[:, 0] > 0)
-    spread = positive.std(1) > 0.1 * positive.mean(1)  # of a row of +c and -c nothing can be said
+    spread = positive.std(1, correction=0) > 0.1 * positive.mean(1)  # of a row of +c and -c nothing can be said
     found: Tensor = mixed & spread & (rest < MIRROR * positive.norm(dim=1))
     return found
 
@@ -372,10 +375,15 @@ def _alone(parts: Tensor) -> Tensor:
 
 
 def _isolated_by_differences(parts: Tensor) -> Sequence[int]:
-    """Images that the difference of two rows leaves alone, of rows that have other images too: parts is (N, rows)."""
-    sizes = parts.abs()
-    shared = parts[:, (sizes.sum(0) > 0) & ~_alone(parts)].T  # (rows, N)
+    """Images that the difference of two rows leaves alone, of rows with `SHARED` images or more: parts is (N, rows).
+
+    Two honest rows agree on one image by chance, at times, but not on five.
+    """
+    shared = parts[:, parts.ne(0).sum(0) >= SHARED].T  # (rows, N)
     found: set[int] = set()
+    if not len(shared):
+        return []
+    shared = shared[_spread(len(shared), MOST_ROWS).to(parts.device)]
     for row in shared:
         rest = (shared - row).abs()
         total = rest.sum(1)

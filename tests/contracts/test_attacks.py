@@ -1,5 +1,6 @@
 """Laws that every attack in the folder keeps."""
 
+import copy
 import inspect
 import re
 from dataclasses import fields
@@ -7,9 +8,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from gradveil.attacks import AnyAttack, Attack, MembershipAttack, build_attack
+from gradveil.attacks import AnyAttack, Attack, MembershipAttack, Scene, build_attack
 from gradveil.errors import ConfigError, ThreatModelError
-from gradveil.models import create_model
+from gradveil.models import Normalisation, create_model, normalisation_of
 from gradveil.observe import observe
 from gradveil.registry import build, components
 from gradveil.threat import Knowledge, ThreatModel
@@ -21,15 +22,32 @@ MEMBERSHIP = [name for name, cls in EVERY.items() if issubclass(cls, MembershipA
 EVERYTHING = ThreatModel(frozenset(Knowledge))
 
 
-def look(threat):
+MODELS = {"linear": "mlp:hidden=20"}
+"""The network for attacks that can't do with the default one."""
+
+
+def look(attack, threat):
     rng = torch.Generator().manual_seed(0)
-    network = create_model("lenet-dlg", (1, 8, 8), 4, 0).eval()
+    network = create_model(MODELS.get(attack.name, "lenet-dlg"), (1, 8, 8), 4, 0).eval()
     private = [
         Batch(torch.rand(1, 1, 8, 8, generator=rng), torch.tensor([label]), torch.zeros(1) > 0) for label in (1, 3)
     ]
+    scene = Scene((1, 8, 8), 4, private[0])
     return observe(
-        network, private, threat=threat, num_classes=4, class_averages=torch.rand(4, 1, 8, 8), public_data=private[0]
+        network,
+        private,
+        threat=threat,
+        num_classes=4,
+        class_averages=torch.rand(4, 1, 8, 8),
+        public_data=private[0],
+        alter=(lambda net: attack.alter(net, scene, rng)) if Knowledge.ALTERS_MODEL in threat.knows else None,
     )
+
+
+def quick(name, iterations):
+    """The attack with few steps, if it takes any."""
+    steps = any(field.name == "iterations" for field in fields(EVERY[name]))
+    return build(Attack, f"{name}:iterations={iterations}" if steps else name)
 
 
 def test_every_attack_is_of_one_kind():
@@ -42,13 +60,13 @@ class TestEveryReconstruction:
     def test_refuses_an_unfit_threat_model(self, name):
         attack = build(Attack, name)
         for knowledge in attack.needs:
-            seen = look(ThreatModel(EVERYTHING.knows - {knowledge}))
+            seen = look(attack, ThreatModel(EVERYTHING.knows - {knowledge}))
             with pytest.raises(ThreatModelError, match=knowledge.value):
                 attack(seen, torch.Generator())
 
     def test_gives_images_of_the_right_shape_and_range_and_the_same_for_the_same_seed(self, name):
-        attack = build(Attack, f"{name}:iterations=3")
-        seen = look(EVERYTHING)
+        attack = quick(name, 3)
+        seen = look(attack, EVERYTHING)
         before = torch.get_rng_state()
         one, two = (attack(seen, torch.Generator().manual_seed(4)) for _ in range(2))
         assert torch.equal(before, torch.get_rng_state())
@@ -61,13 +79,34 @@ class TestEveryReconstruction:
         assert not one.images.requires_grad
 
     def test_leaves_the_observation_as_it_was(self, name):
-        seen = look(EVERYTHING)
+        attack = quick(name, 2)
+        seen = look(attack, EVERYTHING)
         updates = {key: tensor.clone() for key, tensor in seen.updates.items()}
         weights = {key: tensor.clone() for key, tensor in seen.network.state_dict().items()}
-        build(Attack, f"{name}:iterations=2")(seen, torch.Generator())
+        attack(seen, torch.Generator())
         assert all(torch.equal(updates[key], tensor) for key, tensor in seen.updates.items())
         assert all(torch.equal(weights[key], tensor) for key, tensor in seen.network.state_dict().items())
         assert all(parameter.grad is None for parameter in seen.network.parameters())
+
+
+ALTERING = [name for name in ATTACKS if Knowledge.ALTERS_MODEL in EVERY[name].needs]
+
+
+@pytest.mark.parametrize("name", ALTERING)
+class TestEveryAlteration:
+    def test_keeps_the_normalisation_within_reach_and_the_output_usable(self, name):
+        normalisation = Normalisation((0.4,), (0.2,))
+        honest = create_model("lenet-dlg", (1, 8, 8), 4, 0, normalisation).eval()
+        rng = torch.Generator().manual_seed(0)
+        before = torch.get_rng_state()
+        altered = build(Attack, name).alter(copy.deepcopy(honest), Scene((1, 8, 8), 4), rng)
+        assert torch.equal(before, torch.get_rng_state())
+        assert normalisation_of(altered) == normalisation
+        assert not altered.training
+        images = torch.rand(5, 1, 1, 1, generator=rng) * torch.rand(5, 1, 8, 8, generator=rng)
+        with torch.no_grad():
+            moved = (altered(images).softmax(1) - honest(images).softmax(1)).abs().max()
+        assert 0 < moved < 0.2
 
 
 class Decided(torch.nn.Module):

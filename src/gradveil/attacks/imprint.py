@@ -18,6 +18,7 @@ from gradveil.attacks.parts.analytic import (
     first_linear,
     insert,
     likely_pictures,
+    public_images,
     ratios,
     rows_of,
     set_rows,
@@ -49,7 +50,7 @@ class Imprint(Attack):
     Needs: the number of examples, and to alter the model. With public data granted the bins fit the real answers.
     Fails: under noise, where differences of rows drown first; for images that share a bin; for answers that the
     assumed distribution does not foresee (digits without public data). Several local steps are taken as one, and it
-    works approximately: rows move on the way by more the smaller the gain is, so a larger one (1 or more) suits them.
+    works approximately, with ``gain=1``: smaller rows are swept away by the first step, larger ones lose to rounding.
     Reference: Fowl et al. 2022 (Robbing the Fed), https://arxiv.org/abs/2110.13057, Section 4, and the authors' code.
     DCS2's experiments take ``bins=10,query=dct,mode=0,distribution=laplace``.
     Differs from the paper: what the rows see is added to the image as a slight shift of brightness, centred, where the
@@ -130,13 +131,13 @@ class Imprint(Attack):
         """Write the rows, all alike but for their thresholds."""
         if layer.out_features < 2:
             raise ConfigError(f"The first layer must have at least 2 rows, got {layer.out_features}. Insert a block.")
-        kind = self.distribution
+        kind, public = self.distribution, public_images(seen) is not None
         if kind == "auto":
-            kind = "empirical" if seen.public_data is not None else "laplace" if self.query == "dct" else "normal"
-        if kind == "empirical" and seen.public_data is None:
+            kind = "empirical" if public else "laplace" if self.query == "dct" else "normal"
+        if kind == "empirical" and not public:
             raise ConfigError(
-                "distribution=empirical needs public images, got none. Grant public-data under [threat] knows, "
-                "or choose normal or laplace."
+                "distribution=empirical needs public images, at least 20, got fewer. "
+                "Grant public-data under [threat] knows, or choose normal or laplace."
             )
         thresholds = quantiles(answers, layer.out_features, kind)
         rows = question.expand(layer.out_features, -1)
@@ -159,7 +160,7 @@ def quantiles(answers: Tensor, bins: int, kind: str) -> Tensor:
         inner = [NormalDist(mean, spread).inv_cdf(chance) for chance in chances]
     else:
         scale = spread / 2**0.5
-        inner = [mean - scale * math.copysign(math.log(1 - 2 * abs(p - 0.5)), p - 0.5) for p in chances]
+        inner = [mean + scale * math.copysign(math.log(1 - 2 * abs(p - 0.5)), p - 0.5) for p in chances]
     lowest = min(float(answers.min()), inner[0], mean) - _BELOW * spread
     return torch.tensor([lowest, *inner], dtype=torch.float64)
 

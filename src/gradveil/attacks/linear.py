@@ -18,8 +18,8 @@ class Linear(Attack):
     .. math:: x = \frac{\partial L / \partial W_i}{\partial L / \partial b_i}
 
     Of a single image every row gives it exactly, after any number of local steps without weight decay; that with the
-    largest bias is taken. Of several a row gives the mixture of those that reach it. Behind a ReLU some rows may see one
-    alone: these are told by whole 8-bit values, or by two rows that agree; then come ratios inside [0, 1].
+    largest bias is taken. Of several a row gives the mixture of those that reach it. Behind a ReLU some rows may see
+    one alone: these are told by whole 8-bit values, or by two rows that agree; then come ratios inside [0, 1].
 
     Needs: the number of examples, which says how many images to give. The network must begin with a Linear layer with
     bias on the flattened image, such as mlp and logistic.

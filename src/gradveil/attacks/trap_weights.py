@@ -42,7 +42,7 @@ class TrapWeights(Attack):
 
     Needs: the number of examples, and to alter the model.
     Fails: for images that pass no row alone, so for dark ones among bright ones and for large batches; under noise.
-    Several local steps are taken as one, and it works approximately: with the default gain rows move a lot on the way.
+    Several local steps are taken as one, and rows move on the way; this was not measured.
     Reference: Boenisch et al. 2021, https://arxiv.org/abs/2112.02918, Section 5 and Algorithm 1 (sigma 0.5, scale
     0.95).
     Differs from the paper: rows stand in a block before the network (or in its own first Linear layer), and what they
@@ -106,7 +106,7 @@ class TrapWeights(Attack):
 
 
 def trap_rows(rows: int, size: int, sigma: float, scale: float, rng: torch.Generator) -> Tensor:
-    """(rows, size) trap weights: in each row a random half -|N(0, sigma)|, the others ``scale`` times as much, positive.
+    """(rows, size) trap weights: a random half of each row -|N(0, sigma)|, the others minus ``scale`` times as much.
 
     Of an odd number of pixels one has no partner, and gets 0.
     """

@@ -24,10 +24,14 @@ WHERE = ("inserted", "first")
 INSERTED = "inserted"
 _RANGE = 0.01
 """Root mean square by which an image may leave [0, 1]; a ratio of nothing leaves it by far."""
-_TWIN = 0.01
-"""Root mean square distance of two rows that saw the same image."""
+_TWIN = 1e-3
+"""Root mean square distance of two rows that saw the same image alone."""
+_SAME = 0.02
+"""Root mean square distance up to which two guesses are of the same image."""
 _GRID = 0.2
 """Root mean square distance to whole 8-bit values, where numbers at random have 0.29."""
+_ENOUGH = 16
+"""Pixels between black and white that are enough to tell."""
 _FAINT = 1e-6
 """Rows with a smaller share of the largest change of a bias hold nothing but rounding."""
 
@@ -43,13 +47,14 @@ class Block(nn.Module):
     def __init__(self, rows: int, shape: tuple[int, int, int]) -> None:
         super().__init__()
         size = shape[0] * shape[1] * shape[2]
-        self.rows = nn.utils.skip_init(nn.Linear, size, rows)
+        self.rows = nn.Linear(size, rows, device="meta").to_empty(device="cpu")  # draws nothing
         self.act = nn.ReLU()
-        self.shift = nn.utils.skip_init(nn.Linear, rows, size)
+        self.shift = nn.Linear(rows, size, device="meta").to_empty(device="cpu")
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, C, H, W) and a slight shift of them."""
-        return images + self.shift(self.act(self.rows(images.flatten(1)))).view_as(images)
+        added: Tensor = self.shift(self.act(self.rows(images.flatten(1))))
+        return images + added.view_as(images)
 
 
 def insert(network: nn.Module, block: Block) -> nn.Module:
@@ -86,14 +91,24 @@ def set_shift(block: Block, columns: Tensor, pictures: Tensor, size: float) -> N
         block.shift.bias.copy_(-scaled @ reached.mean(0))
 
 
+def public_images(scene: Scene) -> Tensor | None:
+    """The public images, if there are enough to tell what images are like."""
+    if scene.public_data is None or len(scene.public_data) < _PUBLIC:
+        return None
+    return scene.public_data.images.cpu()
+
+
+_PUBLIC = 20
+
+
 def likely_pictures(network: nn.Module, scene: Scene, rng: torch.Generator, count: int = 500) -> Tensor:
     """Images (N, C, H, W) in [0, 1] like the private ones, as far as the server knows: public ones if there are any.
 
     Otherwise smooth noise, coarse and fine, with the mean and contrast of the network's normalisation, or of common
-    photographs. A quarter of its variance is that of the brightness of whole images, as in photographs.
+    photographs. A fifth of its variance and more is that of the brightness of whole images, as in photographs.
     """
-    if scene.public_data is not None:
-        return scene.public_data.images.cpu()
+    if (public := public_images(scene)) is not None:
+        return public
     channels, height, width = scene.shape
     side, fields = 1, list[Tensor]()
     while side <= max(height, width):
@@ -103,8 +118,8 @@ def likely_pictures(network: nn.Module, scene: Scene, rng: torch.Generator, coun
         grown = F.interpolate(noise, (height, width), mode="bilinear", align_corners=True)
         fields.append(grown / grown.std())
         side *= 2
-    rest = 0.75 / max(1, len(fields) - 1)
-    shares = [0.25] + [rest] * (len(fields) - 1)
+    rest = 0.8 / max(1, len(fields) - 1)
+    shares = [0.2] + [rest] * (len(fields) - 1)
     field = sum((share**0.5 * one for share, one in zip(shares, fields, strict=True)), torch.zeros(()))
     normalisation = normalisation_of(network)
     mean, std = (normalisation.mean, normalisation.std) if normalisation else ((0.45,), (0.26,))
@@ -124,7 +139,7 @@ def first_linear(network: nn.Module, shape: tuple[int, int, int]) -> str:
         for name, layer in network.named_modules()
         if next(layer.parameters(recurse=False), None) is not None
     ]
-    names = [name for name, layer in layers if isinstance(layer, nn.Linear) and layer.bias is not None]
+    names: list[str] = [name for name, layer in layers if isinstance(layer, nn.Linear) and layer.bias is not None]
     training = network.training
     with torch.no_grad(), inputs_of(network, names) as reached:
         network.eval()(probe.to(like))
@@ -150,7 +165,12 @@ def two_linears(network: nn.Module, shape: tuple[int, int, int]) -> tuple[nn.Lin
     leaves = [layer for layer in network.modules() if not list(layer.children())]
     at = leaves.index(network.get_submodule(name))
     here, *rest = [layer for layer in leaves[at:] if not isinstance(layer, (nn.Flatten, nn.Identity, nn.Dropout))]
-    if len(rest) > 1 and isinstance(here, nn.Linear) and isinstance(rest[0], nn.ReLU) and isinstance(rest[1], nn.Linear):
+    if (
+        len(rest) > 1
+        and isinstance(here, nn.Linear)
+        and isinstance(rest[0], nn.ReLU)
+        and isinstance(rest[1], nn.Linear)
+    ):
         return here, rest[1]
     kinds = ", ".join(type(layer).__name__ for layer in (here, *rest)[:3])
     raise ConfigError(
@@ -191,7 +211,7 @@ def ratios(rows: Rows, space: Space) -> Tensor:
     """(T, rows, D) what each row saw, in pixels; 0 where it saw nothing."""
     there = rows.bias != 0
     normalised = rows.weight / torch.where(there, rows.bias, 1)[..., None]
-    pixels = space.to_pixels(normalised.unflatten(-1, space.shape)).flatten(2)
+    pixels = space.to_pixels(normalised.view(*normalised.shape[:2], *space.shape)).flatten(2)
     return torch.where(there[..., None], pixels, 0)
 
 
@@ -236,7 +256,9 @@ def outside(images: Tensor) -> Tensor:
 def on_grid(images: Tensor) -> Tensor:
     """Whether images (K, D) have whole 8-bit values, as single pictures have and mixtures have not."""
     scaled = images * 255
-    return (scaled - scaled.round()).square().mean(1).sqrt() < _GRID
+    inner = (scaled > 0.5) & (scaled < 254.5)  # a black background is black in mixtures too
+    off = torch.where(inner, scaled - scaled.round(), 0).square().sum(1) / inner.sum(1).clamp_min(1)
+    return (off.sqrt() < _GRID) & (inner.sum(1) >= _ENOUGH)
 
 
 def best(found: Candidates, count: int) -> tuple[Tensor, Tensor]:
@@ -255,7 +277,7 @@ def best(found: Candidates, count: int) -> tuple[Tensor, Tensor]:
         if len(kept) == count:
             break
         others = found.images[kept]
-        if not len(others) or (others - found.images[number]).square().mean(1).sqrt().min() >= _TWIN:
+        if not len(others) or (others - found.images[number]).square().mean(1).sqrt().min() >= _SAME:
             kept.append(number)
     chosen = torch.tensor(kept, dtype=torch.int64)
     return chosen, sure[chosen]

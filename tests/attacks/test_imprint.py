@@ -1,0 +1,147 @@
+from statistics import NormalDist
+
+import pytest
+import torch
+
+from gradveil.attacks.base import Scene
+from gradveil.attacks.imprint import Imprint, quantiles
+from gradveil.attacks.parts.analytic import likely_pictures
+from gradveil.client import LocalSettings
+from gradveil.errors import ConfigError
+from gradveil.metrics import align
+from gradveil.models import Normalisation, create_model
+from gradveil.observe import observe
+from gradveil.threat import ThreatModel
+from gradveil.types import Batch
+from tests.attacks.scene import psnr, run
+
+SHAPE = (3, 16, 16)
+NORMALISATION = Normalisation((0.45, 0.45, 0.45), (0.25, 0.25, 0.25))
+
+
+def photographs(count, seed):
+    """Smooth noise in whole 8-bit values."""
+    network = create_model("logistic", SHAPE, 4, 0, NORMALISATION)
+    images = likely_pictures(network, Scene(SHAPE, 4), torch.Generator().manual_seed(seed), count)
+    return (images * 255).round() / 255
+
+
+def batch(images):
+    return Batch(images, torch.arange(len(images)) % 4, torch.zeros(len(images)) > 0)
+
+
+def look(attack, images, model="lenet-dlg", normalisation=NORMALISATION, public=None, **how):
+    network = create_model(model, SHAPE, 4, 0, normalisation).eval()
+    scene = Scene(SHAPE, 4, public)
+    return observe(
+        network,
+        [batch(some) for some in images],
+        threat=ThreatModel.of("num-examples", "alters-model"),
+        num_classes=4,
+        alter=lambda net: attack.alter(net, scene, torch.Generator().manual_seed(3)),
+        **how,
+    )
+
+
+def share(attack, truth, seen, above=60):
+    found = run(attack, seen)
+    each = psnr(truth, align(truth, found.images[0]))
+    return float((each > above).float().mean()), found
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [Imprint(), Imprint(query="dct", mode=5), Imprint(query="random"), Imprint(bins=100, distribution="laplace")],
+)
+def test_most_images_of_a_large_batch_are_read_above_60_decibels(attack):
+    truth = photographs(48, 5)
+    found, result = share(attack, truth, look(attack, [truth]))
+    assert found >= 0.5
+    assert f"{round(found * 48)} surely single ones" in result.why[0]
+    assert (result.labels == -1).all()
+
+
+def test_without_normalisation_too_and_with_public_images():
+    attack, truth = Imprint(), photographs(32, 5)
+    seen = look(attack, [truth], normalisation=None, public=batch(photographs(300, 6)))
+    assert share(attack, truth, seen)[0] > 0.5
+
+
+def test_dark_pictures_need_public_images():
+    attack, truth = Imprint(), photographs(32, 5) * 0.2
+    blind, known = (
+        share(attack, truth, look(attack, [truth], public=public))[0]
+        for public in (None, batch(photographs(300, 6) * 0.2))
+    )
+    assert known > 0.5 > blind
+
+
+def test_the_first_layer_of_a_perceptron_can_be_used():
+    attack, truth = Imprint(where="first"), photographs(16, 5)
+    assert share(attack, truth, look(attack, [truth], "mlp:hidden=128/20"))[0] > 0.6
+
+
+@pytest.mark.parametrize("model", ["logistic", "mlp:activation=tanh"])
+def test_a_first_layer_that_does_not_do_is_refused(model):
+    with pytest.raises(ConfigError, match=r"where=first needs a network that begins with Linear, ReLU and Linear, got"):
+        look(Imprint(where="first"), [photographs(2, 5)], model)
+
+
+def test_two_images_in_two_bins_and_none_in_the_rest():
+    attack, truth = Imprint(bins=4), torch.stack([torch.full(SHAPE, 0.2), torch.full(SHAPE, 0.8)])
+    _, found = share(attack, truth, look(attack, [truth]))
+    assert sorted(found.images[0].flatten(1).mean(1).tolist()) == pytest.approx([0.2, 0.8], abs=1e-4)
+
+
+def test_images_in_one_bin_are_mixed_and_leave_no_guess_for_the_other():
+    attack = Imprint(bins=2)
+    truth = photographs(40, 5)
+    order = truth.flatten(1).mean(1).argsort()
+    found = run(attack, look(attack, [truth[order[:2]]]))
+    assert found.images[0, 1].isnan().all()
+    assert "1 guesses for 2 images, 0 surely single ones; the others may be mixtures of images in one bin" in found.why
+
+
+def test_several_local_steps_work_approximately_with_a_larger_gain():
+    attack, truth = Imprint(gain=1.0), photographs(8, 5)
+    how = LocalSettings(epochs=2, batch_size=4)
+    assert share(attack, truth, look(attack, [truth], how=how, lr=0.1), above=30)[0] > 0.5
+
+
+def test_an_update_of_the_honest_model_is_refused():
+    network = create_model("lenet-dlg", SHAPE, 4, 0).eval()
+    threat = ThreatModel.of("num-examples", "alters-model")
+    seen = observe(network, [batch(photographs(2, 5))], threat=threat, num_classes=4)
+    with pytest.raises(
+        ConfigError, match=r"must hold the change of inserted.rows.weight.*what the attack's alter gives"
+    ):
+        run(Imprint(), seen)
+
+
+def test_quantiles_split_numbers_evenly():
+    answers = torch.randn(4000, generator=torch.Generator().manual_seed(0)).double() * 2 + 1
+    for kind in ("normal", "empirical"):
+        counts = torch.bucketize(answers, quantiles(answers, 8, kind)).bincount(minlength=9)
+        assert counts[0] == 0
+        assert (counts[1:] - 500).abs().max() < 100
+    wide = quantiles(answers, 4, "laplace")
+    scale = float(answers.std()) / 2**0.5
+    assert wide[2] == pytest.approx(float(answers.mean()))
+    assert float(wide[3] - wide[2]) == pytest.approx(scale * 0.6931, rel=1e-3)
+    assert float(quantiles(answers, 4, "normal")[3]) == pytest.approx(
+        NormalDist(float(answers.mean()), float(answers.std())).inv_cdf(0.75)
+    )
+
+
+def test_empirical_bins_need_public_images():
+    with pytest.raises(ConfigError, match=r"needs public images, at least 20.*Grant public-data"):
+        look(Imprint(distribution="empirical"), [photographs(2, 5)])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"bins": 1}, {"query": "x"}, {"mode": -1}, {"distribution": "x"}, {"gain": 0.0}, {"where": "x"}, {"shift": 0.0}],
+)
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ConfigError):
+        Imprint(**bad)

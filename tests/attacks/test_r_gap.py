@@ -1,0 +1,117 @@
+import pytest
+import torch
+from torch import nn
+
+from gradveil.attacks.r_gap import RGap, _gradient_matrix, _weight_matrix, chain_of, rank_analysis
+from gradveil.client import LocalSettings
+from gradveil.errors import ConfigError
+from gradveil.models import Normalisation, create_model
+from gradveil.observe import observe
+from gradveil.threat import ThreatModel
+from gradveil.types import Batch
+from tests.attacks.scene import psnr, run, scene
+
+
+def small(act=lambda: nn.LeakyReLU(0.2), bias=False):
+    """The paper's CNN6 at a small size: strided convolutions, LeakyReLU and a Linear."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 6, 4, 2, 2, bias=bias),
+            act(),
+            nn.Conv2d(6, 12, 3, 2, 1, bias=bias),
+            act(),
+            nn.Conv2d(12, 16, 3, 1, 1, bias=bias),
+            act(),
+            nn.Flatten(),
+            nn.Linear(144, 4, bias=bias),
+        )
+
+
+def look(network, size=1, **how):
+    truth = torch.rand(2, size, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    private = [Batch(some, torch.tensor([2] * size), torch.zeros(size) > 0) for some in truth]
+    return truth, observe(network.eval(), private, threat=ThreatModel.of("num-examples"), num_classes=4, **how)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("act", [lambda: nn.LeakyReLU(0.2), nn.Tanh, nn.Sigmoid])
+def test_it_is_exact_where_equations_are_enough(act, bias):
+    truth, seen = look(small(act, bias))
+    found = run(RGap(), seen)
+    assert (psnr(truth[:, 0], found.images[:, 0]) > 60).all()
+    assert found.labels.tolist() == [[2], [2]]
+    assert found.converged.all()
+    assert found.why == ("", "")
+
+
+def test_networks_of_the_zoo_with_normalisation():
+    for model in ("lenet-dlg", "mlp:activation=leaky-relu,hidden=50"):
+        network = create_model(model, (1, 8, 8), 4, 0, Normalisation((0.4,), (0.2,)))
+        truth, seen = look(network)
+        assert (psnr(truth[:, 0], run(RGap(), seen).images[:, 0]) > 60).all(), model
+
+
+def test_its_equations_hold_for_the_true_input():
+    layer = chain_of(small(), (1, 8, 8))[1]
+    rng = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1, *layer.shape, generator=rng, dtype=torch.float64)
+    error = torch.randn(1, *layer.out, generator=rng, dtype=torch.float64)
+    assert torch.allclose(_weight_matrix(layer) @ inputs.flatten(), layer.module(inputs).flatten())
+    weight = nn.grad.conv2d_weight(inputs, layer.module.weight.shape, error, stride=2, padding=1)
+    assert torch.allclose(_gradient_matrix(layer, error[0].flatten(1)) @ inputs.flatten(), weight.flatten())
+
+
+def test_the_rank_analysis_counts_equations_and_names_what_lacks():
+    first, *_, last = rank_analysis(small(), (1, 8, 8))
+    assert tuple(first) == ("0", 64, 150, 16 * 6, 150 + 96 - 64)
+    assert tuple(last) == ("7", 144, 0, 144, 0)
+    narrow = nn.Sequential(nn.Conv2d(1, 1, 2, 4, bias=False), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(4, 4))
+    assert rank_analysis(narrow, (1, 8, 8))[0].surplus == 4 + 4 - 64
+    _, seen = look(narrow)
+    found = run(RGap(), seen)
+    assert found.why[0] == "fewer equations than unknowns in 0 (-56)"
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.flatten, self.linear = nn.Conv2d(1, 1, 3, 1, 1), nn.Flatten(), nn.Linear(64, 4)
+
+    def forward(self, images):
+        return self.linear(self.flatten(images + self.conv(images)))
+
+
+@pytest.mark.parametrize(
+    ("network", "got"),
+    [
+        (nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)), r"ReLU \(1\)"),
+        (nn.Sequential(nn.Conv2d(1, 4, 3), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 4)), "AvgPool2d"),
+        (nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4)), "BatchNorm2d"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Tanh()), "does not end in a Linear"),
+        (nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(64, 4)), "does not follow a layer"),
+        (Residual(), "do not follow each other, as in residual connections"),
+    ],
+)
+def test_other_networks_are_refused(network, got):
+    _, seen = look(network)
+    with pytest.raises(ConfigError, match=rf"plain chain of convolutions.*got .*{got}"):
+        run(RGap(), seen)
+
+
+def test_several_images_or_steps_are_refused():
+    _, seen = look(small(), size=2)
+    with pytest.raises(ConfigError, match="updates of 1 image, got 2"):
+        run(RGap(), seen)
+    _, seen = look(small(), how=LocalSettings(epochs=2))
+    with pytest.raises(ConfigError, match="gradient of a single step"):
+        run(RGap(), seen)
+
+
+def test_a_target_without_gradient_has_no_guess():
+    _, _, seen = scene()
+    for tensor in seen.updates.values():
+        tensor[0] = 0
+    found = run(RGap(), seen)
+    assert found.images[0].isnan().all()
+    assert found.images[1].isfinite().all()
