@@ -9,7 +9,8 @@ check                  points to     an alarm, and what honest layers give
 ``parallel-rows``      imprint       three rows or more with a cosine of 0.95 (0.999 if no image moves them), or
                                      responses to the client's own images that correlate by 0.999. Random rows of n
                                      entries have cosines of about :math:`1/\sqrt n` (the exact law raises the bound
-                                     where n is small); training gave 0.8 at most, and correlations of 0.993.
+                                     where n is small). Training mostly gave 0.8 at most, and correlations of 0.993;
+                                     three filters of a well-trained LeNet-5 went beyond 0.95.
 ``bias-ladder``        imprint       such rows switch on one after the other, so that they cut the client's images into
                                      four cells or more; the difference of two rows is then the gradient of a cell.
 ``mirrored-rows``      trap-weights  in three rows or more the positive entries are the negative ones times a constant,
@@ -34,7 +35,8 @@ Does not find: a server that knows these bounds and stays below them, at a price
 trained to leak (SEER), or that single out a class or a feature (fishing), for these look like any others; anything of
 an honest server that is merely curious; layers other than Linear and Conv2d; convolutions that only pass the image on.
 Single images are looked for only among 32 images or more, and four or more of each class: among fewer, honest rows have
-them too. False alarms must be expected of weights that are quantised, or standardised so that every row adds up to 0.
+them too. False alarms must be expected of weights that are quantised, or standardised so that every row adds up to 0;
+they were met in trained convolutions (parallel filters) and in a network whose training had failed (isolated rows).
 
 Reference: Fowl et al. 2022 (imprint), https://arxiv.org/abs/2110.13057; Boenisch et al. 2023 (trap weights),
 https://arxiv.org/abs/2112.02918. The checks are this package's own; benchmarks/tripwire.py measures them.
