@@ -145,7 +145,8 @@ def test_rows_are_complete_repeat_and_show_the_attack_no_marks(tiny):
         assert row.keys() == {*membership.FIGURES, "round", "seconds", "why"}
         assert row | {"seconds": 0} == again | {"seconds": 0}
         assert row["members"] == row["non_members"] == 12
-        assert all(0 <= row[key] <= 1 for key in row if key.startswith(("auc", "tpr", "accuracy", "advantage")))
+        assert all(0 <= row[key] <= 1 for key in row if key.startswith(("auc", "accuracy", "advantage")))
+        assert row["tpr_at_1_fpr"] is None  # twelve others can't show one in a hundred
     shown = SHOWN[0][1]
     assert len(shown) == 24
     assert not shown.sensitive.any()
@@ -160,6 +161,16 @@ def test_members_are_the_clients_own_images_and_others_are_test_images(tiny):
     mine = [image in own for image in shown]
     assert sum(mine) == 20
     assert mine != sorted(mine, reverse=True)  # in random order
+
+
+def test_the_victims_are_the_same_under_every_defence_but_for_guards(tiny):
+    victims = []
+    for defence in ("none", "entangle:guards=3"):
+        settings = TrainSettings(**vars(tiny) | {"rounds": 6, "defence": defence})
+        victims.append([row["client"] for row in infer_membership(settings, Watched(every=1, images=4))])
+    assert 3 not in victims[1]
+    assert all(one == other for one, other in zip(*victims, strict=True) if one != 3)
+    assert any(one != 3 for one in victims[0])
 
 
 def test_a_round_of_the_guard_alone_says_so(tiny, monkeypatch):

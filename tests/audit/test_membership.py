@@ -39,7 +39,7 @@ def test_rows_are_complete_and_resumed_ones_are_the_same(small, tmp_path):
     assert [(row["defence"], row["round"]) for row in rows] == [("none", 2), ("none", 4), ("prune", 2), ("prune", 4)]
     for row in rows:
         assert tuple(row) == MEMBERSHIP
-        assert (row["attack"], row["queries"], row["knows"], row["failed"]) == (INFER, 64, [], False)
+        assert (row["attack"], row["queries"], row["knows"], row["failed"]) == (INFER, 64, ["labels"], False)
         assert 0 < row["members"] == row["non_members"] <= 8
     assert json.loads((tmp_path / "run" / "rows.jsonl").read_text().splitlines()[-1]) == rows[-1]
     before = csv_rows(tmp_path / "run" / "rows.csv")

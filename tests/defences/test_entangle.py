@@ -305,6 +305,15 @@ class TestCountermoves:
             if own[name].dim() > 1 or len(guards) == 1:  # a single number is a mixture of anything
                 assert torch.equal(found[name][0], sent[name] != own[name]), name
 
+    def test_noise_hides_few_of_the_guards_columns(self):
+        rng = torch.Generator().manual_seed(0)
+        guard, own = (torch.randn(10, 40, generator=rng) for _ in range(2))
+        sent = 4 * own
+        sent[:, :12] = guard[:, :12] + 0.5 * torch.randn(10, 12, generator=rng)
+        found = foreign_entries({"w": sent[None]}, [{"w": guard}], noise=0.5)["w"][0].all(0)
+        assert found[:12].sum() >= 11
+        assert found[12:].sum() <= 1
+
     def test_repeated_entries_are_found_without_the_guard(self):
         own = torch.randn(3, 4, 6)
         own[0, :, 2] = own[2, :, 2] = torch.arange(1.0, 5.0)
@@ -316,7 +325,7 @@ class TestCountermoves:
         assert list(EXACT.adaptive(Arrived(seen, [1.0], 1, public))) == ["guard", "repeated", "layers", "outliers"]
         assert next(iter(EXACT.adaptive(Arrived(seen, [1.0])))) == "repeated"
         noisy = replace(EXACT, noise=1.0).adaptive(Arrived(seen, [1.0], 1, public))
-        assert list(noisy) == ["layers", "outliers"]
+        assert list(noisy) == ["guard", "layers", "outliers"]
         assert noisy["layers"].weights == {"w": 0.0}
         assert list(replace(EXACT, reach="channels", noise=1.0).adaptive(Arrived(seen, [1.0]))) == ["outliers"]
 

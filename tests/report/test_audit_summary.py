@@ -158,6 +158,16 @@ def test_of_many_defences_the_best_and_the_worst_are_told():
     ]
 
 
+def test_of_many_defences_those_are_named_that_knowledge_undoes():
+    rows = rows_of("none", [0.9], psnr=50.0)
+    for name, plain, knowing in (("a", 20.0, 48.0), ("b", 20.0, 40.0), ("c", 45.0, 50.0), ("d", 10.0, 60.0)):
+        rows += rows_of(name, [0.9], psnr=plain) + rows_of(name, [0.9], psnr=knowing, adaptive=True)
+    told = "Undone once the attacker knows the defence are a (20.0, then 48.0 dB), d (10.0, then 60.0 dB)."
+    assert sentences(rows)[-1] == told
+    only = [row for row in rows if row["defence"] != "a"] + rows_of("e", [0.9], psnr=50.0)
+    assert sentences(only)[-1] == "Undone once the attacker knows the defence is d (10.0, then 60.0 dB)."
+
+
 def test_headlines_of_other_audits():
     assert headline([]) == "No attack has finished yet."
     assert headline([privacy_row(failed=True)]) == "Every attack failed."

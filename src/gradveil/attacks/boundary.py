@@ -27,7 +27,8 @@ class Boundary(MembershipAttack):
     https://arxiv.org/abs/2005.14137, that is HopSkipJump, Chen et al. 2020, https://arxiv.org/abs/1904.02144, with
     directions from a subspace; ``full`` is HopSkipJump itself.
     Differs from the paper: a search starts from the nearest candidate that is labelled differently, and takes back
-    rounds that end farther away; pca is of the candidate images, not of a reference model's gradients.
+    rounds that end farther away; images that are classified wrongly count, at a distance of 0, where the paper tries
+    right ones only; pca is of the candidate images, not of a reference model's gradients.
 
     Attributes:
         every: rounds between two local models that are attacked.

@@ -43,6 +43,7 @@ class RGap(Attack):
     gradient equations are brought to one scale, since the latter are much smaller.
     """
 
+    name: ClassVar[str] = "r-gap"
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:

@@ -12,8 +12,10 @@ from gradveil.audit.plan import Cell, Rows, facts_of
 from gradveil.audit.privacy import PRIVACY, attack_cell
 from gradveil.audit.settings import AuditSettings
 from gradveil.audit.utility import UTILITY, price_cell
-from gradveil.data import Dataset
+from gradveil.data import Dataset, load_dataset
+from gradveil.data.auxiliary import joined
 from gradveil.data.federated import federate
+from gradveil.defences import build_defence
 from gradveil.engines.devices import make_network
 from gradveil.engines.simulation import check_output, chosen_normalisation, single_thread
 from gradveil.errors import ConfigError, GradveilError
@@ -50,13 +52,18 @@ def run_cell(
         return failed_rows(cell, f"{type(error).__name__}: {first}"), {}
 
 
-def check(settings: AuditSettings, dataset: Dataset) -> None:
+def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> None:
     """Find before any work what would make every cell fail: the model, the partition, what the attacks need to know."""
     knows = ThreatModel.of(*settings.knows).knows
     for spec in settings.attacks:
         lacking = sorted(knowledge.value for knowledge in build_any_attack(spec).needs - knows)
         if lacking:
             raise ConfigError(f"Attack {spec!r} needs {', '.join(lacking)}, got knows without it. Add it to --knows.")
+    defences = [build_defence(spec) for spec in settings.defences]
+    for defence in defences:
+        defence.early_clients(settings.clients)
+    if settings.aux and any(defence.uses_aux for defence in defences):
+        joined(dataset, load_dataset(settings.aux, root))
     training = settings.training("none", settings.seed)
     normalisation = chosen_normalisation(settings.normalise, dataset)
     network = make_network(training, dataset.shape, dataset.num_classes, normalisation)

@@ -22,7 +22,7 @@ def membership_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root:
     if not isinstance(attack, MembershipAttack):
         raise ConfigError(f"The attack must tell members from others here, got {cell.attack!r}, which rebuilds images.")
     training = settings.training(cell.defence, cell.seed)
-    common = facts_of(cell) | {"knows": [], "failed": False}
+    common = facts_of(cell) | {"knows": ["labels"], "failed": False}
     return [
         {key: (common | figures)[key] for key in MEMBERSHIP}
         for figures in infer_membership(training, attack, dataset=dataset, data_root=root)

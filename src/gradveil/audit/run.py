@@ -74,7 +74,7 @@ def audit(
     cells = plan(settings)
     count = num_workers(workers, len(cells)) if on_cpu else 0
     dataset = load_dataset(settings.dataset, data_root)
-    check(settings, dataset)
+    check(settings, dataset, data_root)
     with RunFolder(out) as folder:
         found = _begin(folder, settings, dataset, cells, resume=resume)
         written = time.perf_counter()

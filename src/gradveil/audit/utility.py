@@ -47,13 +47,13 @@ def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path
             tell(number / training.rounds)
         budget = _worst_budget(simulation)
     ratios = [one / other for one, other in zip(ours, plain, strict=False)]
-    ratios = ratios[1:] or ratios  # the first round warms caches
+    ratios = ratios[1:]  # the first round warms caches
     found = {
         "accuracy": row["accuracy"],
         "accuracy_sensitive": row["accuracy_sensitive"],
         "loss": row["loss"],
         "round_seconds": round(statistics.median(ours), 4),
-        "overhead": round(statistics.median(ratios), 3) if ratios else 1.0,
+        "overhead": 1.0 if not plain else round(statistics.median(ratios), 3) if ratios else None,
         "rounds": training.rounds,
         "epsilon": finite(budget.epsilon if budget else None),
         "delta": budget.delta if budget else None,

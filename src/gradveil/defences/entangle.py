@@ -42,8 +42,9 @@ class Entangle(Defence):
 
     where :math:`\Delta` is the change of the weights in the round and w their values before it. Scores are means over
     a few of the client's own images, on its trained network. Entries with w = 0 are left out of the sum and of N, and
-    :math:`\mu` is kept in [0, 1]. The guard sends its own update as it is. A client to whom no guard's update came
-    sends nothing.
+    :math:`\mu` is kept in [0, 1]. The guard sends its own update as it is, and takes part in every round, beside the
+    clients that are drawn. It trains on the images of ``--aux``, which no private client has; without them on its own
+    part of the data, which then counts as public. A client to whom no guard's update came sends nothing.
 
     Threat model: a curious server that matches single updates as they are.
     Does not protect: against a server that looks at the guard's update, which it broadcast itself: it leaves the
@@ -62,7 +63,9 @@ class Entangle(Defence):
         guards: clients that are guards. Of several, each private client draws a secret mixture anew in each round.
         aggregate: whether the guards' updates are aggregated too, by the number of their images.
         reach: ``columns`` of the layers that consume r; ``rows`` adds those of the Linears that produce it, with their
-            biases; ``channels`` does both for convolutions too, but for the first one's columns.
+            biases; ``channels`` does both for convolutions too, but for the first one's columns, with the norm of a
+            channel's map as r. The producer is the layer defined before, if it is as wide: filters that feed a
+            flattened layer stay, and networks with skip connections are entangled in part.
         layers: names of the Linears, written a/b; none is all of them.
         images: how many images the scores are taken over.
         probes: random forward-mode products for the norms; 0 takes them exactly, one backward pass a feature.
@@ -135,7 +138,8 @@ class Entangle(Defence):
 
         ``guard`` compares with the broadcast update (known without collusion); ``repeated`` needs several clients and
         one guard; ``layers`` leaves out every Linear's weight; ``outliers`` takes absolute differences, which single
-        foreign entries move little. Where noise hides the guard's entries, whole layers come first.
+        foreign entries move little. Under noise, entries count as the guard's that are as near to them as noise would
+        leave them, and they repeat no more.
         """
         seen = arrived.gradients
         matrices = {name: 0.0 for name, tensor in seen.items() if tensor.dim() == 3}  # (T, out, in)
@@ -144,13 +148,11 @@ class Entangle(Defence):
         if convolved and self.reach != "channels":
             moves["layers"] = Countermove(weights=matrices)
         moves["outliers"] = Countermove(distance="l1")
-        if self.noise:
-            return moves
-        foreign = {"repeated": _leaving_out(repeated(seen))}
+        foreign = {} if self.noise else {"repeated": _leaving_out(repeated(seen))}
         if arrived.public:
             length = -sum(arrived.steps)
             guards = [{k: t / length for k, t in guard.items()} for guard in _guards(arrived.public)]
-            foreign = {"guard": _leaving_out(foreign_entries(seen, guards)), **foreign}
+            foreign = {"guard": _leaving_out(foreign_entries(seen, guards, self.noise)), **foreign}
         return {**foreign, **moves}
 
     def _mixture(self, guards: Sequence[Tensors], rng: torch.Generator) -> dict[str, Tensor]:
@@ -274,11 +276,11 @@ def replacement_rate(change: Tensors, start: Tensors, beta: float) -> float:
     return min(max((1 - 3 * weight) / (10 * (1 + weight)) + (1 - beta), 0.0), 1.0)
 
 
-def foreign_entries(seen: Tensors, guards: Sequence[Tensors]) -> dict[str, Tensor]:
+def foreign_entries(seen: Tensors, guards: Sequence[Tensors], noise: float = 0.0) -> dict[str, Tensor]:
     """Which columns and rows of the T gradients seen are mixtures of the guards' ones, as bool (T, ...) by name.
 
     Rows are whole slices along the first axis of a parameter, biases included. With one guard this is equality, but for
-    a factor.
+    a factor. ``noise`` is what was added, relative to the guards' root mean square in a tensor.
     """
     found = {}
     for name, tensor in seen.items():
@@ -290,14 +292,15 @@ def foreign_entries(seen: Tensors, guards: Sequence[Tensors]) -> dict[str, Tenso
         for axis in range(1, min(tensor.dim(), 3)):
             units = _units(tensor, axis)  # (T, units, numbers)
             basis = torch.stack([_units(own[None], axis)[0] for own in theirs], 2)  # (units, numbers, guards)
-            near = _explained(units, basis) & units.ne(0).any(2)
+            slack = noise * max(float(own.square().mean().sqrt()) for own in theirs)
+            near = _explained(units, basis, slack) & units.ne(0).any(2)
             mask |= near.view(len(near), *[-1 if d == axis else 1 for d in range(1, tensor.dim())])
         found[name] = mask
     return found
 
 
-def _explained(units: Tensor, basis: Tensor) -> Tensor:
-    """(T, units) whether a unit's numbers are a mixture of the basis, as far as float32 goes.
+def _explained(units: Tensor, basis: Tensor, noise: float) -> Tensor:
+    """(T, units) whether a unit's numbers are a mixture of the basis, as far as float32 and noise allow.
 
     Where there are too few numbers to tell, they must equal one of the basis.
     """
@@ -307,7 +310,7 @@ def _explained(units: Tensor, basis: Tensor) -> Tensor:
     else:
         candidates = basis.permute(2, 0, 1)[:, None]
     off = (units - candidates).norm(dim=-1)  # (candidates, T, units)
-    near: Tensor = off <= _SAME * units.norm(dim=-1)
+    near: Tensor = off <= _SAME * units.norm(dim=-1) + noise * math.sqrt(2 * units.shape[-1])
     return near.any(0)
 
 

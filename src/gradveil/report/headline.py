@@ -7,6 +7,8 @@ from gradveil.report.summary import membership, strongest, summarise, utility
 
 ALIKE = 0.01
 """Accuracies less than this apart are about the same: a thousand test images tell no more."""
+HIDDEN, ALMOST = 10.0, 3.0
+"""dB that a defence must cost the plain attacker to have hidden anything, and that may be left of it if it's undone."""
 MOST = 3
 """More defences than this are not told one by one: only the one that leaks least and the one that leaks most."""
 
@@ -43,7 +45,24 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> list[str
     for name, start in starts.items():
         text = _defended(lines, name, noun, first=not parts)
         parts.append(f"{start} {text}{_price(accuracy.get('none'), accuracy.get(name))}.")
+    if len(rest) > MOST:
+        parts += _undone(lines, best.get("none"), rest)
     return parts + told
+
+
+def _undone(lines: Sequence[Mapping[str, Any]], none: Mapping[str, Any] | None, names: Sequence[str]) -> list[str]:
+    """Which defences give all away again that they had hidden, once the attacker knows them."""
+    undone = []
+    for name in names:
+        plain, knowing = (strongest(_of(lines, name, adaptive)) for adaptive in (False, True))
+        if none and plain and knowing and None not in (plain["psnr"], knowing["psnr"], none["psnr"]):
+            hid = none["psnr"] - plain["psnr"] >= HIDDEN
+            if hid and knowing["psnr"] >= none["psnr"] - ALMOST:
+                undone.append(f"{name} ({plain['psnr']:.1f}, then {knowing['psnr']:.1f} dB)")
+    if not undone:
+        return []
+    verb = "is" if len(undone) == 1 else "are"
+    return [f"Undone once the attacker knows the defence {verb} {', '.join(undone)}."]
 
 
 def _members(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -49,7 +49,7 @@ def plane_section(summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[
     reasons = [f"{cost['defence']}: {cost['why']}" for cost in costs if cost["accuracy"] is None and cost["why"]]
     drawn = {metric: points(summary, costs, metric) for metric in METRICS}
     if not any(drawn.values()):
-        why = "no utility rows" if not costs else "no defence that has both an accuracy and a leak"
+        why = "no utility rows" if not costs else "no defences that have both an accuracy and a leak"
         text = f"<p>The plane needs the accuracy of a model trained with each defence, and there are {why}"
         return section("plane", "Privacy and accuracy", f"{text}{' yet' if not costs else ''}.</p>{bullets(reasons)}")
     metrics = [metric for metric in METRICS if drawn[metric]]
