@@ -325,7 +325,7 @@ class TestCountermoves:
         assert list(EXACT.adaptive(Arrived(seen, [1.0], 1, public))) == ["guard", "repeated", "layers", "outliers"]
         assert next(iter(EXACT.adaptive(Arrived(seen, [1.0])))) == "repeated"
         noisy = replace(EXACT, noise=1.0).adaptive(Arrived(seen, [1.0], 1, public))
-        assert list(noisy) == ["guard", "layers", "outliers"]
+        assert list(noisy) == ["layers", "outliers", "guard"]
         assert noisy["layers"].weights == {"w": 0.0}
         assert list(replace(EXACT, reach="channels", noise=1.0).adaptive(Arrived(seen, [1.0]))) == ["outliers"]
 

@@ -138,8 +138,8 @@ class Entangle(Defence):
 
         ``guard`` compares with the broadcast update (known without collusion); ``repeated`` needs several clients and
         one guard; ``layers`` leaves out every Linear's weight; ``outliers`` takes absolute differences, which single
-        foreign entries move little. Under noise, entries count as the guard's that are as near to them as noise would
-        leave them, and they repeat no more.
+        foreign entries move little. Under noise nothing repeats, entries count as the guard's where noise around those
+        is the likelier explanation, which is often wrong, and they come last.
         """
         seen = arrived.gradients
         matrices = {name: 0.0 for name, tensor in seen.items() if tensor.dim() == 3}  # (T, out, in)
@@ -153,7 +153,7 @@ class Entangle(Defence):
             length = -sum(arrived.steps)
             guards = [{k: t / length for k, t in guard.items()} for guard in _guards(arrived.public)]
             foreign = {"guard": _leaving_out(foreign_entries(seen, guards, self.noise)), **foreign}
-        return {**foreign, **moves}
+        return {**moves, **foreign} if self.noise else {**foreign, **moves}
 
     def _mixture(self, guards: Sequence[Tensors], rng: torch.Generator) -> dict[str, Tensor]:
         """The only guard's update, or a random mean of several."""
@@ -310,7 +310,12 @@ def _explained(units: Tensor, basis: Tensor, noise: float) -> Tensor:
     else:
         candidates = basis.permute(2, 0, 1)[:, None]
     off = (units - candidates).norm(dim=-1)  # (candidates, T, units)
-    near: Tensor = off <= _SAME * units.norm(dim=-1) + noise * math.sqrt(2 * units.shape[-1])
+    if noise:  # likelier as noise around the basis than as one of the client's own, by their mean square
+        count, spread = units.shape[-1], units.square().mean().clamp_min(torch.finfo(units.dtype).tiny)
+        around = off.square() / noise**2 + 2 * count * math.log(noise)
+        likelier: Tensor = around <= units.square().sum(-1) / spread + count * spread.log()
+        return likelier.any(0)
+    near: Tensor = off <= _SAME * units.norm(dim=-1)
     return near.any(0)
 
 
