@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
 from gradveil.storage import write_atomic
@@ -14,7 +15,8 @@ from gradveil.storage import write_atomic
 def save_figure(figure: Figure, path: Path) -> Path:
     """Write a figure in the format of the path's ending, png or svg, without a date; returns the path."""
     buffer, kind = io.BytesIO(), path.suffix[1:]
-    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    with matplotlib.rc_context({"svg.hashsalt": "gradveil"}):  # else the names inside an svg are random
+        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     write_atomic(path, buffer.getvalue())
     return path
 
