@@ -188,7 +188,9 @@ class TestArchives:
         assert [path.name for path in folder.iterdir()] == ["a"]
 
     @pytest.mark.parametrize(
-        "content", [b"no archive", zip_of({"other/a": b"a"}), tar_of({"set/a": b"a" * 99999})[:90]]
+        "content",
+        [b"no archive", zip_of({"other/a": b"a"}), tar_of({"set/a": b"a" * 99999})[:90]],
+        ids=["none", "other", "cut"],  # archives have a time in them
     )
     def test_other_content(self, tmp_path, content):
         (tmp_path / "p").write_bytes(content)

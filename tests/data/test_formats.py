@@ -67,6 +67,17 @@ class TestIdx:
             b"\0\0\x08\x03" + b"\xff" * 12,
             b"<html>not found</html>",
         ],
+        ids=[
+            "empty",
+            "short",
+            "labels",
+            "cut",
+            "long",
+            "cut-gzip",
+            "broken-gzip",
+            "huge",
+            "html",
+        ],  # gzip has a time in it
     )
     def test_a_broken_file_is_named(self, tmp_path, content):
         path = tmp_path / "train-images"
