@@ -1,4 +1,5 @@
 import copy
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -12,9 +13,11 @@ from gradveil.config import TrainSettings
 from gradveil.defences import Defence
 from gradveil.engines.simulation import Simulation
 from gradveil.membership import (
+    FALSE_RATES,
     advantage,
     alike,
     area,
+    curve,
     found_at,
     infer_membership,
     load_local_model,
@@ -63,6 +66,17 @@ def test_rates_are_those_of_every_threshold(members, others, false_alarms):
     assert sorted(zip(false.tolist(), true.tolist(), strict=True)) == sorted(pairs)
     assert advantage(members, others) == max(b - a for a, b in pairs)
     assert found_at(members, others, false_alarms) == max(b for a, b in pairs if a <= false_alarms)
+
+
+@given(SCORES, SCORES)
+def test_the_curve_lies_on_the_line_through_all_rates(members, others):
+    points = list(zip(*(rate.tolist() for rate in rates(members, others)), strict=True))
+    for false_rate, found in zip(FALSE_RATES, curve(members, others), strict=True):
+        reached = [true for false, true in points if false == pytest.approx(false_rate, abs=1e-12)]
+        for (left, low), (right, high) in itertools.pairwise(points):
+            if left < false_rate < right:
+                reached.append(low + (high - low) * (false_rate - left) / (right - left))
+        assert found == pytest.approx(max(reached), abs=1e-5)
 
 
 def test_by_hand():

@@ -22,6 +22,8 @@ from gradveil.types import Batch
 
 FALSE_ALARMS = 0.01
 """The share of others taken for members at which the share of members found is told."""
+FALSE_RATES = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""The false positive rates at which a row keeps its ROC curve."""
 
 
 def rates(members: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,6 +59,21 @@ def found_at(members: Tensor, others: Tensor, false_alarms: float = FALSE_ALARMS
     """The largest share of members found by a threshold that takes at most so many others for members."""
     false, true = rates(members, others)
     return float(true[false <= false_alarms].max())
+
+
+def curve(members: Tensor, others: Tensor) -> list[float]:
+    """The ROC curve at `FALSE_RATES`, straight between its points as `area` has it; the most at a step upwards.
+
+    Example:
+        >>> curve(torch.tensor([3.0, 2.0]), torch.tensor([2.0, 1.0]))[-8:]
+        [0.9, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    """
+    false, true = rates(members, others)
+    wanted = false.new_tensor(FALSE_RATES)
+    before = torch.searchsorted(false, wanted, right=True) - 1
+    after = (before + 1).clamp_max(len(false) - 1)
+    share = ((wanted - false[before]) / (false[after] - false[before]).clamp_min(1e-12)).clamp(0, 1)
+    return [round(rate, 6) for rate in torch.lerp(true[before], true[after], share).tolist()]
 
 
 def advantage(members: Tensor, others: Tensor) -> float:
@@ -123,7 +140,7 @@ def _attacked(simulation: Simulation, played: Round, network: nn.Module, attack:
 
 FIGURES = (
     "client", "auc", "tpr_at_1_fpr", "advantage", "auc_loss", "auc_confidence", "members", "non_members", "queries",
-    "accuracy_members", "accuracy_non_members",
+    "accuracy_members", "accuracy_non_members", "roc",
 )  # fmt: skip
 """What is measured in a round."""
 
@@ -184,4 +201,5 @@ def _compared(
         "queries": getattr(attack, "queries", None),
         "accuracy_members": float(right[is_member].mean()),
         "accuracy_non_members": float(right[~is_member].mean()),
+        "roc": curve(*split),
     }

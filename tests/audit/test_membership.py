@@ -57,6 +57,8 @@ def test_the_report_has_a_section_a_sentence_a_table_and_a_figure(small, tmp_pat
     assert '<section id="membership"' in page
     assert "Members are told from others with an AUC of" in page
     assert "No attack has finished yet" not in page
+    assert 'id="gallery"' not in page
+    assert '<img class="plot"' in page
     assert (tmp_path / "run" / "figures" / "membership.svg").is_file()
     lines = csv_rows(tmp_path / "run" / "membership.csv")
     assert [line["defence"] for line in lines] == ["none", "prune"]

@@ -1,10 +1,11 @@
 import pytest
 
+from gradveil.membership import FALSE_RATES
 from gradveil.report.audit_folder import clean
 from gradveil.report.headline import headline
-from gradveil.report.membership import areas_figure, membership_section
+from gradveil.report.membership import membership_figure, membership_section
 from gradveil.report.summary import membership, summarise
-from tests.report.folders import privacy_row
+from tests.report.folders import privacy_row, utility_row
 
 
 def row(defence="none", **more):
@@ -54,6 +55,23 @@ def test_the_section_escapes_and_dashes_what_is_missing():
     assert membership_section([privacy_row()]) == ""
 
 
+def test_the_section_tells_the_price_and_whether_there_was_a_second_run():
+    rows = [row(), clean(utility_row(accuracy=0.912, overhead=1.25))]
+    page = membership_section(rows)
+    assert "<td>91.2 %</td><td>1.25</td>" in page
+    assert "no second run" not in page
+    assert "no second run" in membership_section(rows, adaptive=True)
+
+
 def test_the_figure_has_a_line_for_each_defence():
-    axes = areas_figure([row(), row(round=10), row("prune"), privacy_row()]).axes[0]
-    assert [line.get_label() for line in axes.lines[1:]] == ["none, boundary", "prune, boundary"]
+    low, high = ([rate * step for rate in FALSE_RATES] for step in (0.5, 1.0))
+    rows = [row(roc=low), row(round=10, roc=high), row("prune"), privacy_row()]
+    curves, areas = membership_figure(rows).axes
+    assert [line.get_label() for line in areas.lines[1:]] == ["none, boundary", "prune, boundary"]
+    (roc,) = curves.lines[1:]  # prune has none
+    assert roc.get_ydata() == pytest.approx([0.75 * rate for rate in FALSE_RATES[1:]])
+
+
+@pytest.mark.parametrize("roc", [None, "text", [0.5], [None] * len(FALSE_RATES)])
+def test_what_is_no_curve_is_none(roc):
+    assert row(roc=roc)["roc"] is None

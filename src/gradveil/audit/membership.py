@@ -11,8 +11,8 @@ from gradveil.membership import infer_membership
 
 MEMBERSHIP = (
     "kind", "defence", "attack", "seed", "round", "client", "auc", "tpr_at_1_fpr", "advantage", "auc_loss",
-    "auc_confidence", "members", "non_members", "queries", "accuracy_members", "accuracy_non_members", "knows",
-    "seconds", "why", "failed", "cell",
+    "auc_confidence", "members", "non_members", "queries", "accuracy_members", "accuracy_non_members", "roc",
+    "knows", "seconds", "why", "failed", "cell",
 )  # fmt: skip
 
 

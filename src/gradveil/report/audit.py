@@ -6,7 +6,7 @@ from gradveil.report.audit_folder import read_audit
 from gradveil.report.figures import draw_figures
 from gradveil.report.files import save_figure, to_csv
 from gradveil.report.headline import headline
-from gradveil.report.membership import MEMBERSHIP, areas_figure
+from gradveil.report.membership import MEMBERSHIP, membership_figure, membership_lines
 from gradveil.report.page import audit_page
 from gradveil.report.sheets import read_gallery
 from gradveil.report.summary import membership, summarise, utility
@@ -39,10 +39,10 @@ def write_report(folder: Path) -> Path:
     gallery = read_gallery(audit)
     summary, costs = summarise(audit.rows), utility(audit.rows)
     write_atomic(folder / "summary.csv", to_csv(with_costs(summary, costs), SUMMARY))
-    if lines := membership(audit.rows):
+    if lines := membership_lines(audit.rows):
         write_atomic(folder / "membership.csv", to_csv(lines, MEMBERSHIP))
         for kind in ("png", "svg"):
-            save_figure(areas_figure(audit.rows), folder / "figures" / f"membership.{kind}")
+            save_figure(membership_figure(audit.rows), folder / "figures" / f"membership.{kind}")
     draw_figures(gallery, summary, costs, folder / "figures")
     page = folder / "report.html"
     write_atomic(page, audit_page(audit, gallery).encode("utf-8", "replace"))

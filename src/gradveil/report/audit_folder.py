@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import RunFolderError
+from gradveil.membership import FALSE_RATES
 
 Row = dict[str, Any]
 
@@ -181,6 +182,7 @@ def clean(raw: object) -> Row | None:
         "round": _whole(raw.get("round")),
         "client": _whole(raw.get("client")),
         **{key: _number(raw.get(key)) for key in _NUMBERS},
+        "roc": _roc(raw.get("roc")),
         "converged": converged if isinstance(converged, bool) else None,
         "knows": [str(item) for item in knows] if isinstance(knows, (list, tuple)) else [],
         "why": str(raw.get("why") or ""),
@@ -191,6 +193,13 @@ def clean(raw: object) -> Row | None:
 
 def _identity(row: Row) -> tuple[object, ...]:
     return tuple(row[key] for key in ("kind", "defence", "attack", "adaptive", "seed", "target", "round"))
+
+
+def _roc(value: object) -> list[float] | None:
+    """Rates at all of `FALSE_RATES`; None for what is no curve."""
+    rates = [_number(rate) for rate in value] if isinstance(value, list) else []
+    whole = [rate for rate in rates if rate is not None]
+    return whole if len(rates) == len(whole) == len(FALSE_RATES) else None
 
 
 def _number(value: object) -> float | None:

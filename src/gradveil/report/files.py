@@ -12,12 +12,17 @@ from matplotlib.figure import Figure
 from gradveil.storage import write_atomic
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure in the format of the path's ending, png or svg, without a date; returns the path."""
-    buffer, kind = io.BytesIO(), path.suffix[1:]
+def drawn(figure: Figure, kind: str) -> bytes:
+    """A figure as png or svg, without a date."""
+    buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "gradveil"}):  # else the names inside an svg are random
         figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    write_atomic(path, buffer.getvalue())
+    return buffer.getvalue()
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure in the format of the path's ending, png or svg; returns the path."""
+    write_atomic(path, drawn(figure, path.suffix[1:]))
     return path
 
 
@@ -34,5 +39,7 @@ def to_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> bytes:
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({key: "+".join(value) if isinstance(value, list) else value for key, value in row.items()})
+        writer.writerow(
+            {key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in row.items()}
+        )
     return text.getvalue().encode("utf-8", "replace")

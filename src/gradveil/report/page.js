@@ -60,6 +60,7 @@
 
   function summary() {
     const body = $("#summary tbody");
+    if (!body) return; // an audit of membership alone
     const rows = [...body.rows];
     const texts = rows.map((row) => row.textContent.toLowerCase());
     table("summary", {

@@ -15,38 +15,26 @@ from gradveil.report.summary import membership, summarise, utility
 from gradveil.report.tables import rows_columns, with_costs
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
-_SECTIONS = (
-    ("gallery", "Pictures"),
-    ("plane", "Privacy and accuracy"),
-    ("table", "Summary"),
-    ("rows", "All rows"),
-    ("about", "About"),
-)
 
 
 def audit_page(audit: AuditFolder, gallery: Gallery) -> str:
     """The whole page."""
     summary, costs = summarise(audit.rows), utility(audit.rows)
     style, script = ((files("gradveil.report") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    title = f"gradveil audit: {audit.settings.get('model', '')} on {audit.settings.get('dataset', '')}"
-    told = membership_section(audit.rows)
-    told += "\n" * bool(told)
-    sections = [*_SECTIONS[:2], *[("membership", "Membership")] * bool(told), *_SECTIONS[2:]]
-    links = "".join(f'<a href="#{name}">{text}</a>' for name, text in sections)
+    page_title = f"gradveil audit: {audit.settings.get('model', '')} on {audit.settings.get('dataset', '')}"
+    shown = _sections(audit, gallery)
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown)
+    content = "\n".join(html for _, _, html in shown)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{style}</style></head><body>
+<link rel="icon" href="data:,"><title>{escape(page_title)}</title><style>{style}</style></head><body>
 <a class="skip" href="#main">Skip to the result</a>
 <header><p class="brand">gradveil <span>audit</span></p><nav aria-label="Sections">{links}</nav></header>
 <main id="main">
 {hero(audit, gallery, summary, costs)}
-{gallery_section(audit, gallery)}
-{plane_section(summary, costs)}
-{told}{summary_section(audit, with_costs(summary, costs))}
-{rows_section(audit)}
-{about_section(audit, [*summary, *membership(audit.rows)])}
+{content}
 </main>
 <footer><p>Written by gradveil from rows.jsonl and the saved pictures; nothing was run again. This page holds private
 pictures if the audit's data were private: share it as you would share them.</p></footer>
@@ -58,6 +46,26 @@ pictures if the audit's data were private: share it as you would share them.</p>
 {_data(audit, gallery)}
 <script>{script}</script></body></html>
 """
+
+
+def _sections(audit: AuditFolder, gallery: Gallery) -> list[tuple[str, str, str]]:
+    """The name, title and content of each section; an audit of membership alone has no pictures to speak of."""
+    summary, costs = summarise(audit.rows), utility(audit.rows)
+    about_members = membership_section(audit.rows, adaptive=bool(audit.settings.get("adaptive")))
+    members = [("membership", "Membership", about_members)] * bool(about_members)
+    everything = [
+        ("rows", "All rows", rows_section(audit)),
+        ("about", "About", about_section(audit, [*summary, *membership(audit.rows)])),
+    ]
+    if members and not summary:
+        return members + everything
+    return [
+        ("gallery", "Pictures", gallery_section(audit, gallery)),
+        ("plane", "Privacy and accuracy", plane_section(summary, costs)),
+        *members,
+        ("table", "Summary", summary_section(audit, with_costs(summary, costs))),
+        *everything,
+    ]
 
 
 def _data(audit: AuditFolder, gallery: Gallery) -> str:

@@ -8,7 +8,7 @@ from gradveil.report.audit_folder import AuditFolder
 from gradveil.report.headline import percent, sentences
 from gradveil.report.markup import bullets, solid, spec
 from gradveil.report.sheets import Gallery
-from gradveil.report.summary import RECOGNISABLE, strongest
+from gradveil.report.summary import RECOGNISABLE, membership, strongest
 from gradveil.report.tables import NOTHING, adaptive
 
 
@@ -17,18 +17,21 @@ def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, An
     first, *more = sentences(audit.rows, images=audit.images)
     settings = audit.settings
     facts = [f"{settings.get('model', '?')} on {settings.get('dataset', '?')}"]
-    facts += [f"{count} targets" for count in [settings.get("targets") or gallery.num_targets] if count]
-    facts += [f"{audit.images} images each"] if audit.images > 1 else []
+    rebuilds = bool(summary) or not membership(audit.rows)
+    if rebuilds:
+        facts += [f"{count} targets" for count in [settings.get("targets") or gallery.num_targets] if count]
+        facts += [f"{audit.images} images each"] if audit.images > 1 else []
     seeds = len({row["seed"] for row in audit.rows} | {cell.seed for cell in audit.cells})
     facts += [f"{seeds} seed{'s' if seeds != 1 else ''}"] if seeds else []
     lead = f'<p class="lead">{solid(" ".join(more))}</p>' if more else ""
     what = "picture" if audit.images == 1 else "batch (by its mean)"
+    definition = f"""<p class="definition"><b>Recognisable</b>: a {what} whose SSIM to the truth is at least
+{RECOGNISABLE}. Every target counts once for each seed. For each defence the attack that recovers most is what counts.</p>
+"""
     return f"""<section class="hero" aria-labelledby="result"><p class="facts">{escape(" · ".join(map(str, facts)))}</p>
 <h1 id="result">{solid(first)}</h1>
 {lead}
-<p class="definition"><b>Recognisable</b>: a {what} whose SSIM to the truth is at least {RECOGNISABLE}. Every target
-counts once for each seed. For each defence the attack that recovers most is what counts.</p>
-{_banner(audit, gallery)}{_ledger(audit.defences, summary, costs)}</section>"""
+{definition * rebuilds}{_banner(audit, gallery)}{_ledger(audit.defences, summary, costs)}</section>"""
 
 
 def _banner(audit: AuditFolder, gallery: Gallery) -> str:
