@@ -56,10 +56,7 @@ def membership_section(rows: Sequence[Mapping[str, Any]], *, adaptive: bool = Fa
     lines = membership_lines(rows)
     if not lines:
         return ""
-    twice = (
-        " These attacks take the model as the defence leaves it, and have no second run that knows the defence."
-        * adaptive
-    )
+    twice = " These attacks take the model as the defence leaves it, and have no second run that knows it." * adaptive
     picture = base64.b64encode(drawn(membership_figure(rows), "png")).decode()
     heads = "".join(f'<th scope="col" title="{escape(title)}">{head}</th>' for head, title in _HEADS.values())
     body = "".join(

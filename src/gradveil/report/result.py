@@ -26,7 +26,7 @@ def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, An
     lead = f'<p class="lead">{solid(" ".join(more))}</p>' if more else ""
     what = "picture" if audit.images == 1 else "batch (by its mean)"
     definition = f"""<p class="definition"><b>Recognisable</b>: a {what} whose SSIM to the truth is at least
-{RECOGNISABLE}. Every target counts once for each seed. For each defence the attack that recovers most is what counts.</p>
+{RECOGNISABLE}. Every target counts once for each seed. For each defence the attack that recovers most counts.</p>
 """
     return f"""<section class="hero" aria-labelledby="result"><p class="facts">{escape(" · ".join(map(str, facts)))}</p>
 <h1 id="result">{solid(first)}</h1>
