@@ -27,6 +27,7 @@ check: .venv/installed
 bench: .venv-bench/installed  ## speed against a plain loop, Flower's simulation and breaching's attack, in one run each
 	.venv-bench/bin/python benchmarks/simulation.py
 	.venv-bench/bin/python benchmarks/attacks.py --grow
+	.venv-bench/bin/python benchmarks/soteria.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
