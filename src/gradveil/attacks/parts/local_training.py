@@ -5,6 +5,8 @@ All figures are mean gradients over the steps, :math:`(w_0 - w_K) / (\eta \sum_k
 """
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,21 +60,31 @@ class Replay:
         """Whether BatchNorm takes its statistics from the batch."""
         return _mixes(self.network)
 
-    def __call__(self, images: Tensor, labels: Tensor, wanted: Tensors) -> dict[str, Tensor]:
+    def __call__(
+        self, images: Tensor, labels: Tensor, wanted: Tensors, outputs: Tensors | None = None
+    ) -> dict[str, Tensor]:
         """Mean gradients (T, ...) of images (T * B, C, H, W) in [0, 1] with labels (T * B,) or (T * B, classes).
 
-        ``wanted`` are the clients' mean gradients (T, ...), from which ``line`` takes its points.
+        ``wanted`` are the clients' mean gradients (T, ...), from which ``line`` takes its points. ``outputs`` (T, ...)
+        replace those of the modules that they name.
         """
         if self.is_plain:
-            return example_gradients(self.network, images, labels, group_size=self.batch_size, create_graph=True)
+            with replaced_outputs(self.network, outputs or {}, self.batch_size):
+                return example_gradients(self.network, images, labels, group_size=self.batch_size, create_graph=True)
         grouped = images.view(-1, self.batch_size, *images.shape[1:])
         grouped_labels = labels.view(-1, self.batch_size, *labels.shape[1:])
         each = torch.func.vmap(self._one, randomness="error")
-        found: dict[str, Tensor] = each(grouped, grouped_labels, dict(wanted))
+        found: dict[str, Tensor] = each(grouped, grouped_labels, dict(wanted), dict(outputs or {}))
         return found
 
-    def _one(self, images: Tensor, labels: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _one(
+        self, images: Tensor, labels: Tensor, wanted: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """One target: the mean gradient of its B images."""
+        with replaced_outputs(self.network, outputs):
+            return self._played(images, labels, wanted)
+
+    def _played(self, images: Tensor, labels: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
         how = self.how or LocalSettings()
         start = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
 
@@ -103,6 +115,22 @@ class Replay:
                 moves = velocity
             weights = {name: weight - self.lr * moves[name] for name, weight in weights.items()}
         return {name: (weight - weights[name]) / (self.lr * length) for name, weight in start.items()}
+
+
+@contextmanager
+def replaced_outputs(network: nn.Module, outputs: Tensors, times: int = 0) -> Iterator[None]:
+    """Within, the modules that are named give these outputs; with ``times`` each row is repeated so often."""
+
+    def replacing(value: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        return lambda layer, inputs, output: value
+
+    values = {name: value.repeat_interleave(times, 0) if times else value for name, value in outputs.items()}
+    handles = [network.get_submodule(name).register_forward_hook(replacing(value)) for name, value in values.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:
