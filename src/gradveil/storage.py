@@ -91,7 +91,7 @@ class PrivateFolder:
         self._make()
         save_tensors(self._state_path(round_number), state, mode=0o600)
         if not self._mark.exists():
-            write_atomic(self._mark, b"")
+            write_atomic(self._mark, b"", mode=0o600)
         for old in self._versions(before=round_number)[:-1]:
             self._state_path(old).unlink(missing_ok=True)
 
