@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradveil.attacks import build_attack
+from gradveil.attacks.parts.local_training import replay_of
+from gradveil.client import LocalSettings
 from gradveil.config import TrainSettings
 from gradveil.defences import Arrived, build_defence
 from gradveil.defences.fedkl import KeyLock, recovered_key
@@ -334,9 +336,6 @@ def test_the_lock_misleads_an_attacker_who_does_not_know_it_and_not_one_who_does
 @pytest.mark.parametrize("how", ["batch of two", "local steps", "batch statistics"])
 def test_guesses_with_the_true_scales_and_images_explain_the_update(how):
     """The loss at the truth is nothing, in each way of playing the client again."""
-    from gradveil.attacks.parts.local_training import replay_of
-    from gradveil.client import LocalSettings
-
     network = create_model("lenet-dlg", (1, 12, 12), 4, 0).eval()
     images = some_images(4).view(2, 2, 1, 12, 12)
     private = [Batch(own, torch.tensor([1, 3]), torch.zeros(2) > 0) for own in images]

@@ -79,7 +79,7 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
     targets, restarts = seen.num_targets, attack.restarts
     search = restricted(adapted(attack.search(seen), seen, attack.adapt), attack.parts, seen.network, seen.updates)
     labels = attack.labels_of(seen)
-    replay = replay_of(seen, attack.local, rng)
+    replay = replace(replay_of(seen, attack.local, rng), penalties=search.move.penalties)
     rows = torch.arange(targets).repeat_interleave(restarts)
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
     steps = [Step(phase, restarts, seen, replay) for phase in search.phases]

@@ -94,6 +94,7 @@ class Countermove:
         unknowns: modules whose output is the client's secret and the same for all its images, by name; the attacker
             searches those outputs with the images. Each function draws first guesses (rows, numbers) for so many rows.
         outputs: likewise modules whose output (T, numbers) the attacker knows.
+        penalties: what the client adds to each example's loss: a function of a module's output, by the module's name.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -106,6 +107,7 @@ class Countermove:
     own_label: float = 0.0
     unknowns: Mapping[str, Callable[[int, torch.Generator], Tensor]] = field(default_factory=dict)
     outputs: Tensors = field(default_factory=dict)
+    penalties: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,7 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
         own_label=max(first.own_label, second.own_label),
         unknowns={**first.unknowns, **second.unknowns},
         outputs={**first.outputs, **second.outputs},
+        penalties={**first.penalties, **second.penalties},
     )
 
 

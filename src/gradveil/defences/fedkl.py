@@ -104,8 +104,8 @@ class Fedkl(Defence):
             if norm:
                 _replace(model, norm, Locked(_without_affine(model.get_submodule(norm)), key_lock))
             else:
-                plain = nn.BatchNorm2d(conv.out_channels, affine=False) if self.norm == "batch" else nn.Identity()
-                block = OrderedDict(conv=conv, locked=Locked(plain.to(conv.weight), key_lock))
+                fresh = _without_affine(nn.BatchNorm2d(conv.out_channels)) if self.norm == "batch" else nn.Identity()
+                block = OrderedDict(conv=conv, locked=Locked(fresh.to(conv.weight), key_lock))
                 _replace(model, name, nn.Sequential(block).train(model.training))
         return model
 
@@ -207,12 +207,25 @@ class Locked(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Features (N, C, H, W) normalised, scaled and shifted."""
-        gamma, beta = self.key_lock().view(-1, 2, *self.key_lock.shape).unbind(1)  # (1 or N, C, grid, grid)
+        numbers = self.key_lock()
+        if numbers.dim() == 1 and self.key_lock.shape[1] == 1 and hasattr(self.norm, "affine"):
+            return self._at_once(features, *numbers.chunk(2))
+        gamma, beta = numbers.view(-1, 2, *self.key_lock.shape).unbind(1)  # (1 or N, C, grid, grid)
         if self.key_lock.shape[1] > 1:
             gamma, beta = (F.interpolate(tiles, features.shape[2:], mode="nearest") for tiles in (gamma, beta))
         normal: Tensor = self.norm(features)
         scaled: Tensor = gamma * normal + beta
         return scaled
+
+    def _at_once(self, features: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        """The same by the normalisation's own kernel, which scales and shifts on the way at no cost."""
+        own = vars(self.norm)
+        own["weight"], own["bias"] = gamma, beta
+        try:
+            result: Tensor = self.norm(features)
+        finally:
+            own["weight"] = own["bias"] = None  # a network that holds parts of a graph can't be copied
+        return result
 
 
 def recovered_key(weight: Tensor, bias: Tensor) -> Tensor:
@@ -263,9 +276,10 @@ def _norm_after(model: nn.Module, conv: str, channels: int) -> str:
 
 
 def _without_affine(norm: nn.Module) -> nn.Module:
-    """The same normalisation with its statistics, but without scale and shift."""
+    """The same normalisation with its statistics, but without scale and shift; `Locked` may lend it its own."""
     for name in ("weight", "bias"):
-        norm.register_parameter(name, None)
+        del norm._parameters[name]
+        vars(norm)[name] = None
     norm.affine = False  # type: ignore[assignment]
     return norm
 
