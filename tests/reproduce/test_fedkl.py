@@ -73,7 +73,7 @@ def test_keys(tmp_path):
 @pytest.mark.slow
 def test_attacks(tmp_path):
     rows, out = smoke("6", tmp_path)
-    assert {row["defence"] for row in rows} == {"none", "FedKL", "FedKL, scales searched"}
+    assert {row["defence"] for row in rows} >= {"none", "FedKL", "FedKL, scales searched"}
     assert {row["attack"].split(":")[0] for row in rows} >= {"dlg", "gs"}
     assert (out / "pictures-mnist-5k.png").stat().st_size > 1000
 
