@@ -440,3 +440,31 @@ def test_a_global_model_with_other_locked_blocks_is_refused():
     theirs = Simulation(TrainSettings(**{**vars(RUN), "defence": "fedkl:length=64,blocks=all"}), workers=0)
     with mine, theirs, pytest.raises(ConfigError, match=r"A received model must have conv2\.weight.*got none"):
         mine.net.shared_vector(theirs.model)
+
+
+@pytest.mark.parametrize("grants", [("defence",), ("defence", "lock")])
+def test_a_traced_search_takes_the_same_steps(grants, monkeypatch):
+    """Compiling traces the step once; secret outputs, searched or known, must be inputs of what is traced."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def traced(function, examples):
+        with torch.enable_grad():
+            graph = make_fx(function)(*examples)
+        return torch.no_grad()(lambda *given: tuple(graph(*given)))
+
+    monkeypatch.setattr("gradveil.attacks.parts.search.compiled", traced)
+    found = []
+    for compiled in ("off", "on"):
+        _, seen = seen_by(*grants)
+        attack = build_attack(f"gs:iterations=6,sign=none,schedule=cosine,lr=0.3,compile={compiled}")
+        found.append(attack(seen, torch.Generator().manual_seed(0)).images)
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_a_chain_searches_the_scales_and_allows_for_noise():
+    defence = build_defence("fedkl:length=8+gaussian:std=0.01")
+    network = defence.on_model(create_model("lenet-dlg", (1, 12, 12), 3, 0), torch.Generator().manual_seed(0))
+    seen = {name: torch.ones(2, *p.shape) for name, p in network.named_parameters() if not defence.private(name)}
+    move = defence.adaptive(Arrived(seen, [1.0], network=network))["all"]
+    assert set(move.unknowns) == {"conv1.locked.key_lock"}
+    assert set(move.noise) == set(seen)
