@@ -2,6 +2,7 @@
 
 import base64
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gradveil.attack_files import attack_files
 from gradveil.attacks import build_attack
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.client import LocalSettings
@@ -25,6 +27,7 @@ from gradveil.storage import PrivateFolder, load_tensors
 from gradveil.threat import ThreatModel
 from gradveil.train import train
 from gradveil.types import Batch
+from gradveil.update_spec import UpdateSpec
 
 PLAIN = ("logistic", "mlp")
 """Models of the zoo without convolutions."""
@@ -356,6 +359,23 @@ def test_guesses_with_the_true_scales_and_images_explain_the_update(how):
     for name, aim in wanted.items():
         assert (right[name] - aim).norm() <= 0.02 * aim.norm() + 1e-6, name
     assert sum((wrong[name] - aim).norm() > 0.2 * aim.norm() for name, aim in wanted.items()) >= 2
+
+
+def test_a_saved_round_can_be_attacked_with_the_lock_searched(tmp_path):
+    out = tmp_path / "run"
+    saved = {**vars(RUN), "rounds": 1, "save_rounds": (1,), "algorithm": "fedsgd", "batch_size": 1, "normalise": "none"}
+    train(TrainSettings(**saved), out, workers=0)
+    folder = out / "rounds" / "000001"
+    spec = UpdateSpec(
+        "lenet-dlg", (1, 28, 28), 10, "change", lr=0.01, num_examples=1, labels=(3,), defence=RUN.defence,
+        algorithm="fedsgd", batch_size=1, batch_norm="freeze",
+    )  # fmt: skip
+    update = sorted(path for path in folder.iterdir() if "model" not in path.name)[0]
+    (row,) = attack_files(folder / "model.safetensors", [update], spec, "gs:iterations=2", tmp_path / "attack")
+    assert row["adaptive"]
+    other = replace(spec, defence="fedkl:blocks=conv2")
+    with pytest.raises(ConfigError, match=r"must have the names and shapes of the network.*conv1"):
+        attack_files(folder / "model.safetensors", [update], other, "gs:iterations=2", tmp_path / "other")
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
