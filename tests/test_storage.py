@@ -169,7 +169,7 @@ def test_a_round_starts_from_the_newest_state_before_it(tmp_path):
     assert number(folder.load_state(10)) == number(folder.load_state(11)) == 9
     # killed in round 9 and resumed: the state before 9 is still there
     assert number(folder.load_state(9)) == number(folder.load_state(6)) == 5
-    assert files(tmp_path) == ["state-000005.safetensors", "state-000009.safetensors"]
+    assert files(folder.path) == ["state-000005.safetensors", "state-000009.safetensors"]
 
 
 @given(rounds=st.lists(st.integers(1, 2_000_000), min_size=1, max_size=8, unique=True).map(sorted))
@@ -200,8 +200,32 @@ def test_a_private_folder_that_can_not_be_made_is_an_error(tmp_path):
 
 
 def test_a_damaged_state_is_refused_not_forgotten(tmp_path):
-    folder = PrivateFolder(tmp_path)
+    folder = PrivateFolder(tmp_path / "private")
     folder.save_state(1, {"n": torch.ones(1)})
-    (tmp_path / "state-000001.safetensors").write_bytes(b"")
+    (folder.path / "state-000001.safetensors").write_bytes(b"")
     with pytest.raises(DataError, match="state-000001"):
         folder.load_state(2)
+
+
+def test_a_lost_state_is_refused_and_one_of_a_round_that_is_played_again_is_not_lost(tmp_path):
+    folder = PrivateFolder(tmp_path / "private")
+    folder.save_state(3, {"n": torch.ones(1)})
+    assert folder.load_state(3) is None
+    (folder.path / "state-000003.safetensors").unlink()
+    with pytest.raises(RunFolderError, match=r"it is lost.*remove .*has-private-state"):
+        folder.load_state(3)
+    (tmp_path / "has-private-state").unlink()
+    assert folder.load_state(3) is None
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
+def test_a_private_file_that_others_can_open_is_refused(tmp_path, mode):
+    folder = PrivateFolder(tmp_path / "private")
+    folder.save_state(1, {"n": torch.ones(1)})
+    folder.save("data", {"n": torch.ones(1)})
+    for path in folder.path.iterdir():
+        path.chmod(mode)
+    with pytest.raises(RunFolderError, match=f"must have mode 0600, got {mode:04o}.*chmod 600"):
+        folder.load_state(2)
+    with pytest.raises(RunFolderError, match="must have mode 0600"):
+        folder.load("data")

@@ -23,6 +23,7 @@ from gradveil.errors import ConfigError, DataError, RunFolderError, TrainingErro
 from gradveil.metrics import METRICS, align, score_targets
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import parse_normalisation
+from gradveil.observe import hold_private
 from gradveil.randomness import stream
 from gradveil.received import received
 from gradveil.report.pictures import strip_png
@@ -124,8 +125,9 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
     )
     if defence is not None:
         network = defended(network, defence, 0, "server")
+        hold_private(network, defence)
     _check_file(model_file)
-    load_weights(network, model_file)
+    load_weights(network, model_file, defence.private if defence else lambda _: False)
     check_output(network.to(device), shape, spec.num_classes, device)
     return received(
         network,

@@ -11,7 +11,7 @@ they are never sent, and every client's round begins with their initial value. P
 count as buffers: they are broadcast but not trained.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,7 @@ class FlatModel:
     def shared_vector(self, tensors: Tensors) -> Tensor:
         """The inverse of `shared_tensors`: the shared part's vector from tensors by name."""
         places = self._shared_parameters + self._shared_buffers
+        _check_fit(places, tensors, "A received model")
         return torch.cat([place.flatten(tensors[place.name]) for place in places]).to(self.values)
 
     def gradient(self) -> dict[str, Tensor]:
@@ -161,6 +162,19 @@ class FlatModel:
 
     def set_private(self, tensors: Tensors) -> None:
         """Overwrite the tensors that stay on the device."""
+        _check_fit(self._private, tensors, "A client's private tensors")
         with torch.no_grad():
             for place in self._private:
                 place.of(self.values).copy_(tensors[place.name])
+
+
+def _check_fit(places: Sequence[Place], tensors: Tensors, whose: str) -> None:
+    """Raise unless every place has its tensor: server and client may lock other blocks, or have keys of two lengths."""
+    for place in places:
+        found = tensors.get(place.name)
+        if found is None or found.shape != place.shape:
+            got = "none" if found is None else f"shape {tuple(found.shape)}"
+            raise ConfigError(
+                f"{whose} must have {place.name} of shape {tuple(place.shape)}, got {got}. "
+                "All clients and the server must have one model and one defence, with the same settings."
+            )

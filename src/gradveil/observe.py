@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,20 +75,21 @@ def observe(
         )
     with global_stream(seed, "observe"):
         server = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "server"))
+    hold_private(server, defence)
     side = Server(round_number, server, {}, {}, stream(seed, "observe", "server", round_number))
     guards = defence.early_clients(len(early) + first_client + len(private))
     if len(guards) != len(early):
         raise ConfigError(f"early must be a batch for each of the defence's {len(guards)} guards, got {len(early)}.")
     others = [number for number in range(len(guards) + first_client + len(private)) if number not in guards]
 
-    def play(number: int, batch: Batch) -> tuple[Update, dict[str, Tensor]]:
-        update, state = _play(network, batch, defence, how, lr, number, side, aux, seed)
-        return defence.on_server(update, side), state
+    def play(number: int, batch: Batch) -> _Played:
+        played = _play(network, batch, defence, how, lr, number, side, aux, seed)
+        return played._replace(update=defence.on_server(played.update, side))
 
-    first = {number: play(number, batch)[0] for number, batch in zip(guards, early, strict=True)}
+    first = {number: play(number, batch).update for number, batch in zip(guards, early, strict=True)}
     side = replace(side, public=defence.public(first, side))
     played = [play(number, batch) for number, batch in zip(others[first_client:], private, strict=True)]
-    sent, states = [update for update, _ in played], [state for _, state in played]
+    sent = [each.update for each in played]
     facts: dict[Knowledge, object] = {
         Knowledge.LABELS: _sorted_labels(private),
         Knowledge.NUM_EXAMPLES: len(private[0]),
@@ -95,10 +97,13 @@ def observe(
         Knowledge.DEFENCE: defence,
         Knowledge.PUBLIC_DATA: public_data,
         Knowledge.CLASS_AVERAGES: class_averages,
-        Knowledge.PRIVATE_STATE: states,
+        Knowledge.PRIVATE_STATE: [{**each.before, **each.state} for each in played],
+        Knowledge.KEY: [{n: t for n, t in each.before.items() if _is_key(n)} for each in played],
+        Knowledge.LOCK: [{n: t for n, t in each.before.items() if not _is_key(n)} for each in played],
     }
+    changes = [{n: each.after[n] - t for n, t in each.before.items() if not _is_key(n)} for each in played]
     if Knowledge.BATCH_STATISTICS in threat.knows:
-        facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(network, private)
+        facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(server, private, [each.before for each in played])
     channels, height, width = private[0].images.shape[1:]
     return Observation(
         network=server.eval(),
@@ -111,7 +116,28 @@ def observe(
         public=side.public,
         _facts={knowledge: fact for knowledge, fact in facts.items() if knowledge in threat.knows},
         _step_size=lr,
+        _changes=changes if Knowledge.LOCK in threat.knows else [],
     )
+
+
+def hold_private(network: nn.Module, defence: Defence) -> None:
+    """Make constants of a server's stand-ins for private parameters: nobody sends it their gradient."""
+    for name, parameter in network.named_parameters():
+        if defence.private(name):
+            parameter.requires_grad_(False)
+
+
+class _Played(NamedTuple):
+    """One client's round: what it sends, the private tensors of its model before and after, and its other state."""
+
+    update: Update
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def _is_key(name: str) -> bool:
+    return name.rpartition(".")[2] == "key"
 
 
 def _play(
@@ -124,13 +150,13 @@ def _play(
     server: Server,
     aux: Batch | None,
     seed: int,
-) -> tuple[Update, dict[str, Tensor]]:
-    """One client's round, with its own randomness; returns what it sends, and what it keeps."""
+) -> _Played:
+    """One client's round, with its own randomness."""
     with global_stream(seed, "observe", "client", number):
         module = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "on_model", number))
         net = FlatModel(module, defence.private)
-        received = net.values[net.shared].clone()
-        state: dict[str, Tensor] = {}
+        received = net.shared_vector(server.model.state_dict())
+        before, state = net.private_tensors(), dict[str, Tensor]()
         rng = stream(seed, "client", number, "round", server.round)
         client = Client(
             number, server.round, module, net.shared_tensors(received), batch, server.public, state, rng, aux
@@ -138,7 +164,7 @@ def _play(
         client = replace(client, data=defence.on_data(batch, client))
         order = stream(seed, "batches", number, "round", server.round)
         update = train_locally(net, received, client, defence, how, lr, order)
-    return update, {**net.private_tensors(), **state}
+    return _Played(update, before, net.private_tensors(), state)
 
 
 def _stack(parts: Sequence[Tensors]) -> dict[str, Tensor]:
@@ -152,8 +178,13 @@ def _sorted_labels(private: Sequence[Batch]) -> Tensor | None:
     return torch.stack([batch.labels.sort().values for batch in private])
 
 
-def _batch_statistics(network: nn.Module, private: Sequence[Batch]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and variance (T, channels) of each client's batch at the input of each BatchNorm, in evaluation mode."""
+def _batch_statistics(
+    network: nn.Module, private: Sequence[Batch], secrets: Sequence[Tensors]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mean and variance (T, channels) of each client's batch at the input of each BatchNorm, in evaluation mode.
+
+    Each client has its own values for private tensors.
+    """
     model = copy.deepcopy(network).eval()
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
@@ -169,8 +200,8 @@ def _batch_statistics(network: nn.Module, private: Sequence[Batch]) -> dict[str,
         if isinstance(layer, _BatchNorm):
             watch(name, layer)
     with torch.no_grad():
-        for batch in private:
-            model(batch.images)
+        for batch, own in zip(private, secrets, strict=True):
+            torch.func.functional_call(model, dict(own), (batch.images,))
     return {
         name: (torch.stack([mean for mean, _ in pairs]), torch.stack([variance for _, variance in pairs]))
         for name, pairs in found.items()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class PrivateFolder:
     """A client's own files, in a folder that only its owner can read. Nothing in it is ever sent.
 
     The state is kept by round, the newest two: a run that was killed in the middle of round r goes on from the state
-    before r, although some clients had finished r already.
+    before r, although some clients had finished r already. Beside the folder a mark says that there is a state, so that
+    a lost one is noticed: a client must not go on with a new key as if nothing had happened.
     """
 
     path: Path
@@ -88,13 +90,25 @@ class PrivateFolder:
         """Keep the state after a round, and drop all but the newest version before it."""
         self._make()
         save_tensors(self._state_path(round_number), state, mode=0o600)
+        if not self._mark.exists():
+            write_atomic(self._mark, b"", mode=0o600)
         for old in self._versions(before=round_number)[:-1]:
             self._state_path(old).unlink(missing_ok=True)
 
     def load_state(self, round_number: int) -> dict[str, Tensor] | None:
-        """The state with which this client starts a round: the newest of the rounds before; None if it has none."""
+        """The state with which this client starts a round: the newest of the rounds before; None if it has none.
+
+        One that is lost, or that others can read, is an error.
+        """
         versions = self._versions(before=round_number)
-        return load_tensors(self._state_path(versions[-1])) if versions else None
+        if versions:
+            return _load_private(self._state_path(versions[-1]))
+        if self._mark.exists() and not any(self.path.glob("state-*.safetensors")):
+            raise RunFolderError(
+                f"{self.path} must hold the client's private state (keys, locks), got none: it is lost. "
+                f"Restore it from a copy, or remove {self._mark} to let the client begin with a new one."
+            )
+        return None
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep other tensors, e.g. the data that a defence made."""
@@ -104,7 +118,7 @@ class PrivateFolder:
     def load(self, name: str) -> dict[str, Tensor] | None:
         """Tensors kept by `save`, or None."""
         path = self.path / f"{name}.safetensors"
-        return load_tensors(path) if path.exists() else None
+        return _load_private(path) if path.exists() else None
 
     def _make(self) -> None:
         try:
@@ -112,9 +126,24 @@ class PrivateFolder:
         except OSError as error:
             raise RunFolderError(f"{self.path} could not be made: {error.strerror or error}.") from error
 
+    @property
+    def _mark(self) -> Path:
+        return self.path.parent / "has-private-state"
+
     def _state_path(self, round_number: int) -> Path:
         return self.path / f"state-{round_number:06d}.safetensors"
 
     def _versions(self, before: int) -> list[int]:
         found = (int(path.stem.removeprefix("state-")) for path in self.path.glob("state-*.safetensors"))
         return sorted(version for version in found if version < before)
+
+
+def _load_private(path: Path) -> dict[str, Tensor]:
+    """Load a private file; one that others than its owner can open is refused, for it may be known already."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if os.name == "posix" and mode & 0o077:
+        raise RunFolderError(
+            f"{path} must have mode 0600, got {mode:04o}: others may have read it. "
+            f"If nobody has, run `chmod 600 {path}`; else remove {path.parent.parent}: new secrets."
+        )
+    return load_tensors(path)

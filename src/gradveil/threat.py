@@ -34,6 +34,10 @@ class Knowledge(StrEnum):
     """Mean and variance of the private batch at the input of each BatchNorm."""
     PRIVATE_STATE = "private-state"
     """The client's private tensors (keys, lock layers), for experiments on sharing them."""
+    KEY = "key"
+    """Of the private tensors the keys alone, as they were before the round."""
+    LOCK = "lock"
+    """Of the private tensors all but the keys, as they were before the round, and their change in it."""
     ALTERS_MODEL = "alters-model"
     """The server alters the model that it broadcasts: a malicious server, not only a curious one."""
 
@@ -91,6 +95,7 @@ class Observation:
     public: Tensors = field(default_factory=dict)
     _facts: dict[Knowledge, object] = field(default_factory=dict, repr=False)
     _step_size: float | None = field(default=None, repr=False)
+    _changes: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
 
     @property
     def num_targets(self) -> int:
@@ -134,8 +139,18 @@ class Observation:
 
     @property
     def private_state(self) -> list[dict[str, Tensor]]:
-        """Each client's private tensors."""
-        return self._fact(Knowledge.PRIVATE_STATE, list)
+        """Each client's private tensors as they were before the round: all, or the keys or locks that were granted."""
+        parts = [knowledge for knowledge in (Knowledge.KEY, Knowledge.LOCK) if self.knows(knowledge)]
+        if self.knows(Knowledge.PRIVATE_STATE) or not parts:
+            return self._fact(Knowledge.PRIVATE_STATE, list)
+        clients = zip(*(self._fact(knowledge, list) for knowledge in parts), strict=True)
+        return [{name: tensor for part in each for name, tensor in part.items()} for each in clients]
+
+    @property
+    def private_changes(self) -> list[dict[str, Tensor]]:
+        """The change of each client's locks in the round, granted with them."""
+        self._fact(Knowledge.LOCK, list)
+        return self._changes
 
     @property
     def gradients(self) -> dict[str, Tensor]:

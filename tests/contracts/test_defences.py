@@ -167,7 +167,7 @@ class TestEveryDefence:
         defence = build_defence(name)
         seen = {k: torch.stack([v, 2 * v, 0 * v]) for k, v in shared(defence, make_client(defence)).items()}
         kept = copy.deepcopy(seen)
-        moves = defence.adaptive(Arrived(seen, [0.5]))
+        moves = defence.adaptive(Arrived(seen, [0.5], network=make_client(defence).model))
         assert moves, f"{name} names no countermove"
         for move in moves.values():
             assert move.distance in ("", "l2", "l1", "cosine")

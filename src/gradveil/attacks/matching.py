@@ -79,13 +79,13 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
     targets, restarts = seen.num_targets, attack.restarts
     search = restricted(adapted(attack.search(seen), seen, attack.adapt), attack.parts, seen.network, seen.updates)
     labels = attack.labels_of(seen)
-    replay = replay_of(seen, attack.local, rng)
+    replay = replace(replay_of(seen, attack.local, rng), penalties=search.move.penalties)
     rows = torch.arange(targets).repeat_interleave(restarts)
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
     steps = [Step(phase, restarts, seen, replay) for phase in search.phases]
     step = steps[-1]
     wanted = seen.mean_gradients if search.move.look is None else search.move.look(seen.mean_gradients)
-    together = Task(wanted, search.priors.statistics, None)
+    together = Task(wanted, search.priors.statistics, None, search.move.outputs)
 
     def task_of(some: Tensor) -> Task:
         task = together.of(rows[some].to(step.device))
@@ -169,7 +169,7 @@ def _search(attack: Matching, steps: Sequence[Step], task: Task, rng: torch.Gene
     targets = last.split(best.variables, task.labels)[1]
     labels = task.labels if task.labels is not None else targets.argmax(1).view(task.rows, -1)
     iterates = torch.stack(shown[: len(frames)]) if shown else pictures.new_empty(0, *pictures.shape)
-    notes = _noted(last, task, best, pictures, targets)
+    notes = _noted(last, task, best, pictures)
     nothing = last.search.objective.of_nothing(task.wanted)
     enough = (_CONVERGED * nothing).clamp_min(_NOISY * last.search.residual)
     return _Found(pictures, labels, best.loss, enough, iterates, notes)
@@ -241,9 +241,9 @@ class _Best:
             self.variables[rows], self.loss[rows] = kept, least
 
 
-def _noted(step: Step, task: Task, best: _Best, pictures: Tensor, targets: Tensor) -> list[str]:
+def _noted(step: Step, task: Task, best: _Best, pictures: Tensor) -> list[str]:
     """For each row what to say where the guess explains the update's direction, but not its size; else ""."""
-    guess = step.guessed(pictures.flatten(0, 1), targets, task.wanted, step.decoys(best.variables, targets))
+    guess = step.guessed(pictures.flatten(0, 1), best.variables, task)
     ours, theirs = (
         torch.cat([part[name].detach().flatten(1) for name in task.wanted], 1) for part in (guess, task.wanted)
     )

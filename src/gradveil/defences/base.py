@@ -91,6 +91,10 @@ class Countermove:
         decoys: images that the defence hides behind each private one; the attacker searches them too, with unknown soft
             labels and no prior, and adds their mean gradient to the guess's before ``sent``.
         own_label: share of the private image's own label in those of its decoys.
+        unknowns: modules whose output is the client's secret and the same for all its images, by name; the attacker
+            searches those outputs with the images. Each function draws first guesses (rows, numbers) for so many rows.
+        outputs: likewise modules whose output (T, numbers) the attacker knows.
+        penalties: what the client adds to each example's loss: a function of a module's output, by the module's name.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -101,6 +105,9 @@ class Countermove:
     look: Callable[[Tensors], Tensors] | None = None
     decoys: int = 0
     own_label: float = 0.0
+    unknowns: Mapping[str, Callable[[int, torch.Generator], Tensor]] = field(default_factory=dict)
+    outputs: Tensors = field(default_factory=dict)
+    penalties: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,12 +120,18 @@ class Arrived:
             sum times the mean gradient.
         batch_size: images a local step.
         public: what was broadcast beside the model.
+        network: as broadcast, with the attacker's own values for what is private; None where it is not at hand.
+        secrets: what was granted of each client's private tensors, as they were before the round; empty if nothing.
+        secret_changes: what was granted of their change in the round, likewise.
     """
 
     gradients: Tensors
     steps: Sequence[float]
     batch_size: int = 1
     public: Tensors = field(default_factory=dict)
+    network: nn.Module | None = None
+    secrets: Sequence[Tensors] = ()
+    secret_changes: Sequence[Tensors] = ()
 
 
 class Releases(NamedTuple):

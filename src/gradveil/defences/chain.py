@@ -198,6 +198,9 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
         look=look if looks else None,
         decoys=first.decoys + second.decoys,
         own_label=max(first.own_label, second.own_label),
+        unknowns={**first.unknowns, **second.unknowns},
+        outputs={**first.outputs, **second.outputs},
+        penalties={**first.penalties, **second.penalties},
     )
 
 

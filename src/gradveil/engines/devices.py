@@ -173,7 +173,7 @@ class Devices:
             if saved is None:
                 self._net.set_private(self._flat(f"client {number}").private_tensors())
             else:
-                self._net.set_private({name: saved[f"model.{name}"] for name in self._server_private})
+                self._net.set_private(_without_prefix(saved, "model."))
         return None if saved is None else _without_prefix(saved, "state.")
 
     def _with_defended_data(self, client: Client, folder: PrivateFolder, *, is_new: bool) -> Client:

@@ -1,6 +1,6 @@
 """Pretrained weights from safetensors files, which hold tensors only: loading one never runs code."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -13,11 +13,12 @@ SHOWN = 3
 """How many names of each sort an error message shows."""
 
 
-def load_weights(network: nn.Module, path: Path) -> None:
+def load_weights(network: nn.Module, path: Path, private: Callable[[str], bool] = lambda _: False) -> None:
     """Load a safetensors file into a network, all of it or nothing.
 
     Every parameter and buffer of the network must be in the file, with the same shape, and nothing else may be; only
-    BatchNorm's counter ``num_batches_tracked``, which many files leave out, may be absent.
+    BatchNorm's counter ``num_batches_tracked``, which many files leave out, may be absent. Tensors that are ``private``
+    by their name keep their values, and no file may hold them.
     """
     try:
         tensors = load_file(path)
@@ -26,7 +27,8 @@ def load_weights(network: nn.Module, path: Path) -> None:
             f"Weights {str(path)!r} must be a readable safetensors file, got: {error}. "
             "Save others with safetensors.torch.save_file(model.state_dict(), path); pickled ones are never opened."
         ) from error
-    problems = _misfits(network.state_dict(), tensors)
+    shared = {name: tensor for name, tensor in network.state_dict().items() if not private(name)}
+    problems = _misfits(shared, tensors)
     if problems:
         raise ConfigError(
             f"Weights {str(path)!r} must have the names and shapes of the network, got {'; '.join(problems)}. "

@@ -14,6 +14,8 @@ _KNOWLEDGE = {
     "class-averages": "the mean image of each class",
     "batch-statistics": "mean and variance of the private batch at each BatchNorm",
     "private-state": "the client's private tensors, such as keys",
+    "key": "the client's private key",
+    "lock": "the client's lock layers and their change in the round",
 }
 
 METHOD = """<h3>How the figures are computed</h3>

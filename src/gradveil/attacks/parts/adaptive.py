@@ -23,7 +23,18 @@ def countermoves(seen: Observation) -> Mapping[str, Countermove]:
     if not seen.knows(Knowledge.DEFENCE):
         return {}
     batch = seen.num_examples if seen.single_step else seen.local_steps.releases(seen.num_examples).batch_size
-    return seen.defence.adaptive(Arrived(seen.mean_gradients, seen.step_lengths, batch, seen.public))
+    secret = (Knowledge.PRIVATE_STATE, Knowledge.KEY, Knowledge.LOCK)
+    return seen.defence.adaptive(
+        Arrived(
+            seen.mean_gradients,
+            seen.step_lengths,
+            batch,
+            seen.public,
+            seen.network,
+            seen.private_state if any(map(seen.knows, secret)) else (),
+            seen.private_changes if seen.knows(Knowledge.LOCK) else (),
+        )
+    )
 
 
 def adapted(search: Search, seen: Observation, choice: str = "") -> Search:

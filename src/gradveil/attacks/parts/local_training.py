@@ -5,7 +5,9 @@ All figures are mean gradients over the steps, :math:`(w_0 - w_K) / (\eta \sum_k
 """
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.client import LocalSettings
-from gradveil.grads import cross_entropy, example_gradients
+from gradveil.grads import Loss, cross_entropy, example_gradients
 from gradveil.threat import Knowledge, Observation
 from gradveil.types import Tensors
 
@@ -36,6 +38,7 @@ class Replay:
         how: the clients' settings; None for a single step in evaluation mode.
         lr: their learning rate.
         batches: the images of each step, by the attacker's own shuffling.
+        penalties: what each example's loss has beside cross-entropy, by the module whose output it is a function of.
     """
 
     network: nn.Module
@@ -44,6 +47,7 @@ class Replay:
     how: LocalSettings | None = None
     lr: float = 1.0
     batches: tuple[Tensor, ...] = ()
+    penalties: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -58,26 +62,59 @@ class Replay:
         """Whether BatchNorm takes its statistics from the batch."""
         return _mixes(self.network)
 
-    def __call__(self, images: Tensor, labels: Tensor, wanted: Tensors) -> dict[str, Tensor]:
+    def __call__(
+        self, images: Tensor, labels: Tensor, wanted: Tensors, outputs: Tensors | None = None
+    ) -> dict[str, Tensor]:
         """Mean gradients (T, ...) of images (T * B, C, H, W) in [0, 1] with labels (T * B,) or (T * B, classes).
 
-        ``wanted`` are the clients' mean gradients (T, ...), from which ``line`` takes its points.
+        ``wanted`` are the clients' mean gradients (T, ...), from which ``line`` takes its points. ``outputs`` (T, ...)
+        replace those of the modules that they name.
         """
         if self.is_plain:
-            return example_gradients(self.network, images, labels, group_size=self.batch_size, create_graph=True)
+            with replaced_outputs(self.network, outputs or {}, self.batch_size), self._loss() as loss:
+                return example_gradients(
+                    self.network, images, labels, group_size=self.batch_size, loss=loss, create_graph=True
+                )
         grouped = images.view(-1, self.batch_size, *images.shape[1:])
         grouped_labels = labels.view(-1, self.batch_size, *labels.shape[1:])
         each = torch.func.vmap(self._one, randomness="error")
-        found: dict[str, Tensor] = each(grouped, grouped_labels, dict(wanted))
+        found: dict[str, Tensor] = each(grouped, grouped_labels, dict(wanted), dict(outputs or {}))
         return found
 
-    def _one(self, images: Tensor, labels: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _one(
+        self, images: Tensor, labels: Tensor, wanted: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """One target: the mean gradient of its B images."""
+        with replaced_outputs(self.network, outputs), self._loss() as each_loss:
+            return self._played(images, labels, wanted, each_loss)
+
+    @contextmanager
+    def _loss(self) -> Iterator[Loss]:
+        """Within, a function that gives each example's loss after a pass: cross-entropy and the penalties."""
+        seen: dict[str, Tensor] = {}
+
+        def keeping(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+            return lambda layer, inputs, output: seen.__setitem__(name, output)
+
+        def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+            total = cross_entropy(outputs, labels)
+            for name, penalty in self.penalties.items():
+                total = total + penalty(seen[name])
+            return total
+
+        handles = [self.network.get_submodule(name).register_forward_hook(keeping(name)) for name in self.penalties]
+        try:
+            yield loss
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _played(self, images: Tensor, labels: Tensor, wanted: dict[str, Tensor], each_loss: Loss) -> dict[str, Tensor]:
         how = self.how or LocalSettings()
         start = {name: p.detach() for name, p in self.network.named_parameters() if p.requires_grad}
 
         def loss(weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-            return cross_entropy(torch.func.functional_call(self.network, weights, (images,)), labels).mean()
+            return each_loss(torch.func.functional_call(self.network, weights, (images,)), labels).mean()
 
         def step_gradient(weights: dict[str, Tensor], step: int) -> dict[str, Tensor]:
             some = self.batches[step]
@@ -103,6 +140,22 @@ class Replay:
                 moves = velocity
             weights = {name: weight - self.lr * moves[name] for name, weight in weights.items()}
         return {name: (weight - weights[name]) / (self.lr * length) for name, weight in start.items()}
+
+
+@contextmanager
+def replaced_outputs(network: nn.Module, outputs: Tensors, times: int = 0) -> Iterator[None]:
+    """Within, the modules that are named give these outputs; with ``times`` each row is repeated so often."""
+
+    def replacing(value: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        return lambda layer, inputs, output: value
+
+    values = {name: value.repeat_interleave(times, 0) if times else value for name, value in outputs.items()}
+    handles = [network.get_submodule(name).register_forward_hook(replacing(value)) for name, value in values.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:

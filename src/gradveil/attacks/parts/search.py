@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradveil.attacks.parts.compiled import compiled
-from gradveil.attacks.parts.local_training import Replay
+from gradveil.attacks.parts.local_training import Replay, replaced_outputs
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.optimisers import Closure
 from gradveil.attacks.parts.priors import batch_norm_distance, group_consistency, squared_norm, total_variation
@@ -121,11 +121,13 @@ class Task:
         wanted: mean gradients (rows, ...).
         statistics: of BatchNorm, (rows, channels).
         labels: (rows, B), where they are fixed.
+        outputs: of modules that are secret, but known, (rows, numbers).
     """
 
     wanted: Tensors
     statistics: Statistics
     labels: Tensor | None
+    outputs: Tensors = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -136,7 +138,8 @@ class Task:
     def tensors(self) -> list[Tensor]:
         """All of it as a list."""
         pairs = [tensor for pair in self.statistics.values() for tensor in pair]
-        return [*self.wanted.values(), *pairs, *([] if self.labels is None else [self.labels])]
+        labels = [] if self.labels is None else [self.labels]
+        return [*self.wanted.values(), *pairs, *labels, *self.outputs.values()]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Task":
         """The inverse of ``tensors``."""
@@ -145,6 +148,7 @@ class Task:
             {name: next(rest) for name in self.wanted},
             {name: (next(rest), next(rest)) for name in self.statistics},
             None if self.labels is None else next(rest),
+            {name: next(rest) for name in self.outputs},
         )
 
     def of(self, rows: Tensor) -> "Task":
@@ -164,6 +168,8 @@ class Step:
         self.batch_size = replay.batch_size
         self.num_pixels = self.batch_size * self.space.size
         self._num_decoys = self.batch_size * search.move.decoys
+        draws = search.move.unknowns
+        self._unknowns = {name: draw(1, torch.Generator()).shape[1] for name, draw in draws.items()}
         self._fast: Callable[..., tuple[Tensor, ...]] | None = None
         self._rows = 0
 
@@ -175,15 +181,17 @@ class Step:
     @property
     def knows_defence(self) -> bool:
         """Whether guesses are compared as the defence would have sent them."""
-        return self.search.move.sent is not None or bool(self.search.move.decoys)
+        move = self.search.move
+        return move.sent is not None or bool(move.decoys) or bool(move.unknowns) or bool(move.outputs)
 
     def begin(self, start: str, task: Task, rng: torch.Generator) -> Tensor:
-        """First guesses: images, and logits of soft labels where labels are searched."""
+        """First guesses: images, logits of soft labels where labels are searched, decoys, secret outputs."""
         parts = [begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng).to(self._like)]
         images = self.batch_size if task.labels is None else 0
         sizes = [images * self.seen.num_classes] * bool(images)
         sizes += [self._num_decoys * size for size in (self.space.size, self.seen.num_classes)] * bool(self._num_decoys)
         parts += [torch.randn(task.rows, size, generator=rng).to(self._like) for size in sizes]
+        parts += [draw(task.rows, rng).to(self._like) for draw in self.search.move.unknowns.values()]
         return torch.cat(parts, 1)
 
     def split(self, flat: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -195,32 +203,44 @@ class Step:
         return images, logits.reshape(-1, self.seen.num_classes).softmax(1)
 
     def decoys(self, flat: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Pixels and soft labels of the images that the defence hides, which stand last; None without any.
+        """Pixels and soft labels of the images that the defence hides; None without any.
 
         ``targets`` are the private images' labels, (rows * B,) or (rows * B, classes).
         """
         if not self._num_decoys:
             return None
         sizes = [self._num_decoys * size for size in (self.space.size, self.seen.num_classes)]
-        images, logits = torch.split(flat[:, -sum(sizes) :], sizes, 1)
+        end = flat.shape[1] - sum(self._unknowns.values())
+        images, logits = torch.split(flat[:, end - sum(sizes) : end], sizes, 1)
         pixels = self.space.to_pixels(images.reshape(-1, *self.seen.shape))
         soft = logits.reshape(-1, self.seen.num_classes).softmax(1)
         share = self.search.move.own_label
         own = F.one_hot(targets, self.seen.num_classes).to(soft) if targets.dim() == 1 else targets
         return pixels, (1 - share) * soft + share * own.repeat_interleave(self.search.move.decoys, 0)
 
+    def outputs(self, flat: Tensor, task: Task) -> dict[str, Tensor]:
+        """Outputs (rows, numbers) of secret modules: those searched, which stand last, and those known."""
+        sizes = list(self._unknowns.values())
+        searched = torch.split(flat[:, flat.shape[1] - sum(sizes) :], sizes, 1)
+        return {**task.outputs, **dict(zip(self._unknowns, searched, strict=True))}
+
     def pictures(self, flat: Tensor) -> Tensor:
         """Images (rows, B, C, H, W) in [0, 1]."""
         return self.space.to_pixels(flat[:, : self.num_pixels].view(len(flat), -1, *self.seen.shape)).clamp(0, 1)
 
-    def guessed(
-        self, pixels: Tensor, targets: Tensor, wanted: Tensors, decoys: tuple[Tensor, Tensor] | None = None
-    ) -> Tensors:
-        """What images in [0, 1] with these labels would have led to, as far as the attacker knows the client."""
-        guess = self.replay(pixels, targets, wanted)
+    def guessed(self, pixels: Tensor, flat: Tensor, task: Task) -> Tensors:
+        """What images in [0, 1] would have led to, as far as the attacker knows the client.
+
+        ``flat`` has their labels, and all else that is searched.
+        """
+        wanted, outputs = task.wanted, self.outputs(flat, task)
+        targets = self.split(flat, task.labels)[1]
+        guess = self.replay(pixels, targets, wanted, outputs)
+        decoys = self.decoys(flat, targets)
         if decoys is not None:
             size = len(decoys[0]) // len(pixels) * self.batch_size
-            theirs = example_gradients(self.replay.network, *decoys, group_size=size, create_graph=True)
+            with replaced_outputs(self.replay.network, outputs, size):
+                theirs = example_gradients(self.replay.network, *decoys, group_size=size, create_graph=True)
             guess = {name: tensor + self.search.move.decoys * theirs[name] for name, tensor in guess.items()}
         return guess if self.search.move.sent is None else self.search.move.sent(guess, wanted)
 
@@ -259,15 +279,17 @@ class Step:
     def _evaluate(self, flat: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         priors, rows = self.search.priors, len(flat)
         leaf = flat.detach().requires_grad_()
-        images, targets = self.split(leaf, task.labels)
+        images = self.split(leaf, task.labels)[0]
         pixels = self.space.to_pixels(images)
         with watched(self.seen.network) as statistics:
-            guess = self.guessed(pixels, targets, task.wanted, self.decoys(leaf, targets))
+            guess = self.guessed(pixels, leaf, task)
             if task.statistics and not self.replay.is_plain:
-                self.seen.network(pixels)
+                with replaced_outputs(self.seen.network, self.outputs(leaf, task), self.batch_size):
+                    self.seen.network(pixels)
             found = statistics(rows) if task.statistics else {}
         if task.statistics and self.replay.mixes:
-            found = _trained_statistics(self.replay.network, pixels.view(rows, -1, *self.seen.shape))
+            groups = pixels.view(rows, -1, *self.seen.shape)
+            found = _trained_statistics(self.replay.network, groups, self.outputs(leaf, task))
         loss = self.search.objective(guess, task.wanted)
         if priors.tv:
             loss = loss + priors.tv * total_variation(images).view(rows, -1).mean(1)
@@ -282,11 +304,12 @@ class Step:
         return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
 
 
-def _trained_statistics(network: nn.Module, groups: Tensor) -> Statistics:
+def _trained_statistics(network: nn.Module, groups: Tensor, outputs: Tensors) -> Statistics:
     """Those of each group (rows, B, C, H, W) where every BatchNorm takes its own from the group."""
     found = []
-    for images in groups:
-        with watched(network) as statistics:
+    for row, images in enumerate(groups):
+        own = {name: value[row : row + 1] for name, value in outputs.items()}
+        with watched(network) as statistics, replaced_outputs(network, own):
             network(images)
             found.append(statistics(1))
     pairs = {name: [each[name] for each in found] for name in found[0]}

@@ -1,0 +1,150 @@
+"""PRECODE: a variational bottleneck before the last layer, so that gradients come from features that were drawn."""
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.errors import ConfigError
+from gradveil.grads import layer_inputs
+from gradveil.randomness import global_stream
+from gradveil.types import Batch, Tensors
+from gradveil.validate import in_range
+
+_NAME = "precode"
+
+
+@dataclass(frozen=True)
+class Precode(Defence):
+    r"""Put a variational bottleneck before the last fully connected layer, and train it with a Kullback-Leibler term.
+
+    With r the d features before the last layer,
+
+    .. math::
+        (\mu, \rho) = W_e r + b_e, \qquad \sigma = \operatorname{softplus}(\rho), \qquad
+        z = \mu + \sigma \odot \epsilon, \quad \epsilon \sim N(0, I), \qquad r' = W_d z + b_d
+
+    .. math:: \ell = \ell_{CE} + \frac{\beta}{\ln 2} \cdot \frac 1N \sum_n
+        \frac 12 \sum_k \left( \mu_k^2 + \sigma_k^2 - 1 - 2 \ln \sigma_k \right)
+
+    and the last layer sees r' in place of r. The bottleneck is shared and aggregated as all else. In evaluation z is
+    the mean. The second term does not depend on what was drawn, so its gradient is taken in a pass of its own.
+
+    Threat model: a curious server that matches whole gradients.
+    Does not protect: against a server that leaves the bottleneck and what follows out of the match, or searches what
+        was drawn with the image; nor where the network begins with a fully connected layer, whose gradients give the
+        image by a division, whatever comes behind (`linear`).
+    Guarantee: none.
+    Reference: Scheliga et al. 2022, https://arxiv.org/abs/2108.04725, Section 3; both breaks: Balunovic et al. 2022,
+        https://arxiv.org/abs/2111.04706, and Scheliga et al. 2022, https://arxiv.org/abs/2208.04767.
+    Differs from the paper: nothing is drawn in evaluation, so that test figures and guesses of an attacker who plays
+        the client again are repeatable; the second term costs a second pass through the network here.
+
+    Attributes:
+        size: k, numbers that are drawn.
+        beta: weight of the Kullback-Leibler term.
+    """
+
+    size: int = 256
+    beta: float = 1e-3
+
+    def __post_init__(self) -> None:
+        in_range("size", self.size, 1)
+        in_range("beta", self.beta, 0)
+
+    def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
+        """Put the bottleneck before the last Linear."""
+        model = copy.deepcopy(model)
+        linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name}
+        if not linears:
+            raise ConfigError(
+                "Defence 'precode' stands before the last fully connected layer, but this network has no nn.Linear. "
+                "Use a model that ends in one (all of `gradveil list models` do), or another defence."
+            )
+        if any(isinstance(layer, Bottleneck) for layer in model.modules()):
+            raise ConfigError("Defence 'precode' has one bottleneck, got a network with one. Use it once in a chain.")
+        name, last = list(linears.items())[-1]
+        with global_stream(int(torch.randint(2**62, (), generator=rng)), _NAME):
+            bottleneck = Bottleneck(last.in_features, self.size).to(last.weight)
+        parent, _, own = name.rpartition(".")
+        block = nn.Sequential(OrderedDict([(_NAME, bottleneck), ("linear", last)])).train(model.training)
+        setattr(model.get_submodule(parent), own, block)
+        return model
+
+    def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
+        """Add the gradient of the Kullback-Leibler term."""
+        if not self.beta:
+            return gradient
+        network = copy.deepcopy(client.model)  # BatchNorm must not count the batch twice
+        ((name, bottleneck),) = ((n, layer) for n, layer in network.named_modules() if isinstance(layer, Bottleneck))
+        parameters = {name: p for name, p in network.named_parameters() if name in gradient}
+        with torch.enable_grad(), global_stream(0, _NAME):
+            (features,) = layer_inputs(network, [f"{name}.encoder"], batch.images)
+            term = self.beta * divergence(bottleneck.encoder(features)).mean()
+            found = torch.autograd.grad(term, list(parameters.values()), allow_unused=True)
+        added = {name: slope for name, slope in zip(parameters, found, strict=True) if slope is not None}
+        return {name: tensor + added[name] if name in added else tensor for name, tensor in gradient.items()}
+
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
+        """Search what was drawn with a single image: ``joint``; or leave out the bottleneck and what follows: ``omit``.
+
+        Both know the second term of the loss.
+        """
+        names = list(arrived.gradients)
+        first = next((number for number, name in enumerate(names) if _NAME in name.split(".")), len(names))
+        block = names[first].split(f"{_NAME}.")[0] + _NAME if first < len(names) else ""
+        penalties = {f"{block}.encoder": partial(_weighted_divergence, self.beta)} if block and self.beta else {}
+        omit = Countermove(weights=dict.fromkeys(names[first:], 0.0), penalties=penalties)
+        if arrived.batch_size > 1 or not block:
+            return {"omit": omit}
+        return {"joint": Countermove(unknowns={f"{block}.noise": self._draws}, penalties=penalties), "omit": omit}
+
+    def _draws(self, rows: int, rng: torch.Generator) -> Tensor:
+        return torch.randn(rows, self.size, generator=rng)
+
+
+class Bottleneck(nn.Module):
+    """Encoder to mean and spread, a draw, and the decoder back to as many features."""
+
+    def __init__(self, features: int, size: int) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(features, 2 * size), nn.Linear(size, features)
+        self.noise = Noise()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (N, d) to features (N, d)."""
+        mean, spread = self.encoder(features).chunk(2, -1)
+        result: Tensor = self.decoder(mean + F.softplus(spread) * self.noise(mean))
+        return result
+
+
+class Noise(nn.Module):
+    """Standard normal numbers in training, from torch's global generator; zeros in evaluation."""
+
+    def forward(self, like: Tensor) -> Tensor:
+        """As many as in ``like``."""
+        return torch.randn_like(like) if self.training else torch.zeros_like(like)
+
+
+def divergence(encoded: Tensor) -> Tensor:
+    """(N,) Kullback-Leibler divergence from the standard normal in bits, of means and raw spreads (N, 2k).
+
+    Example:
+        >>> raw = math.log(math.e - 1)  # softplus of it is 1
+        >>> divergence(torch.tensor([[0.0, raw], [2.0, raw]])).round(decimals=3)
+        tensor([0.0000, 2.8850])
+    """
+    mean, raw = encoded.chunk(2, -1)
+    spread = F.softplus(raw)
+    return (mean.square() + spread.square() - 1 - 2 * spread.log()).sum(-1) / (2 * math.log(2))
+
+
+def _weighted_divergence(beta: float, encoded: Tensor) -> Tensor:
+    return beta * divergence(encoded)

@@ -1,0 +1,344 @@
+"""FedKL (Ren et al.): what a key-lock costs, what a model is worth without its key, and whom it stops."""
+
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from gradveil.client import Score, score
+from gradveil.config import TrainSettings
+from gradveil.data import Dataset, Split, load_dataset
+from gradveil.engines.devices import make_network
+from gradveil.engines.simulation import Simulation, chosen_normalisation
+from gradveil.randomness import stream
+from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
+from gradveil.reproduce.entangled_training import overhead
+from gradveil.reproduce.key_locked_attacks import table_6, table_7
+from gradveil.storage import PrivateFolder
+from gradveil.types import Tensors
+
+DEFENCE = "fedkl"
+CLIENTS = 3
+
+
+class Task(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        dataset: a named set.
+        model: a model of the zoo.
+        images: training and test images that are used, None is all.
+        rounds: of one epoch each.
+        paper: the paper's name of it, for its figures.
+    """
+
+    dataset: str
+    model: str
+    images: tuple[int, int] | None
+    rounds: int
+    paper: str
+
+
+def tasks(lab: Lab) -> list[Task]:
+    """The trainings of a scale; small ones say so in their notes."""
+    full = [
+        Task("mnist", "lenet5", None, 200, "LeNet MNIST"),
+        Task("cifar10", "resnet20", None, 200, "ResNet-20 C-10"),
+        Task("cifar10", "resnet32", None, 200, "ResNet-32 C-10"),
+    ]
+    small = [
+        Task("mnist-5k", "lenet5", None, 30, "LeNet MNIST"),
+        Task("cifar10", "resnet20", (3000, 1000), 10, "ResNet-20 C-10"),
+    ]
+    return lab.pick([Task("mnist-5k", "lenet5", (600, 300), 3, "LeNet MNIST")], small, full)
+
+
+def training(task: Task, defence: str, clients: int, seed: int) -> TrainSettings:
+    """The authors' training: Nesterov's momentum, and a rate divided by five at 30, 60 and 80 % of the rounds."""
+    steps = tuple(sorted({max(1, round(share * task.rounds)) for share in (0.3, 0.6, 0.8)}))
+    return TrainSettings(
+        dataset=task.dataset, model=task.model, defence=defence, clients=clients, rounds=task.rounds, batch_size=64,
+        lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4, lr_steps=steps, lr_factor=0.2, seed=seed,
+    )  # fmt: skip
+
+
+def images_of(task: Task, lab: Lab) -> Dataset:
+    """A task's images, evenly out of all where not all are used."""
+    data = load_dataset(task.dataset, lab.data_root)
+    if task.images is None:
+        return data
+    return replace(data, train=_some(data.train, task.images[0]), test=_some(data.test, task.images[1]))
+
+
+def _some(split: Split, most: int) -> Split:
+    places = np.linspace(0, len(split) - 1, min(most, len(split))).astype(int)
+    return Split(split.images[places], split.labels[places])
+
+
+def _note(task: Task, data: Dataset) -> str:
+    return (
+        f"{task.model} on {task.dataset}: {len(data.train):,} training and {len(data.test):,} test images, "
+        f"{task.rounds} rounds of one epoch (the paper: all images, 200). {data.note}".rstrip()
+    )
+
+
+# --- Tables 1 and 2: accuracy with and without the lock ---------------------------------------------------------------
+
+PAPER_1 = {
+    ("LeNet MNIST", "centralised", "none"): 98.09,
+    ("LeNet MNIST", "centralised", DEFENCE): 98.07,
+    ("LeNet MNIST", "federated", "none"): 98.14,
+    ("LeNet MNIST", "federated", DEFENCE): 97.45,
+    ("ResNet-20 C-10", "centralised", "none"): 91.63,
+    ("ResNet-20 C-10", "centralised", DEFENCE): 90.58,
+    ("ResNet-20 C-10", "federated", "none"): 91.20,
+    ("ResNet-20 C-10", "federated", DEFENCE): 88.45,
+    ("ResNet-32 C-10", "centralised", "none"): 92.34,
+    ("ResNet-32 C-10", "centralised", DEFENCE): 91.05,
+    ("ResNet-32 C-10", "federated", "none"): 91.37,
+    ("ResNet-32 C-10", "federated", DEFENCE): 89.29,
+}
+Curve = list[tuple[float, float]]
+
+
+def train_curve(
+    task: Task, data: Dataset, defence: str, clients: int, lab: Lab, tell: Callable[[float], None]
+) -> Curve:
+    """Accuracy and loss after each round; under the defence the mean of the clients' models, each with its own key."""
+    found = []
+    with Simulation(training(task, defence, clients, lab.seed), dataset=data, workers=lab.workers) as simulation:
+        for row in simulation.run():
+            found.append((float(str(row["accuracy"])), float(str(row["loss"]))))
+            tell(len(found) / task.rounds)
+    return found
+
+
+def _trained(lab: Lab, modes: Mapping[str, int]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Curve]], list[str]]:
+    """A row for each task, mode and defence, with the curves of each task and mode."""
+    chosen = tasks(lab)
+    rows: list[dict[str, Any]] = []
+    curves: dict[str, dict[str, Curve]] = {}
+    total = 2 * len(chosen) * len(modes)
+    notes = []
+    for task in chosen:
+        data = images_of(task, lab)
+        notes.append(_note(task, data))
+        for mode, clients in modes.items():
+            for defence in ("none", DEFENCE):
+                title, done = f"{task.paper}, {mode}", len(rows)
+
+                def tell(share: float, title: str = title, done: int = done) -> None:
+                    lab.progress((done + share) / total, title)
+
+                curve = train_curve(task, data, defence, clients, lab, tell)
+                curves.setdefault(title, {})[defence] = curve
+                rows.append(
+                    {"task": task.paper, "training": mode, "defence": defence,
+                     "accuracy": rounded(100 * curve[-1][0]), "best_round": rounded(100 * max(a for a, _ in curve)),
+                     "paper": PAPER_1.get((task.paper, mode, defence))}
+                )  # fmt: skip
+    notes.append(
+        "Accuracy in percent after the last round; `best_round` is the largest of all rounds on the test images, which "
+        f"is what the paper reports. Federated: {CLIENTS} clients with equal parts. One seed."
+    )
+    return rows, curves, notes
+
+
+def table_1(lab: Lab) -> Result:
+    """Test accuracy with and without the key-lock, centralised and federated."""
+    rows, _, notes = _trained(lab, {"centralised": 1, "federated": CLIENTS})
+    return Result(rows, notes)
+
+
+def table_2(lab: Lab) -> Result:
+    """Accuracy and loss over the epochs, trained centrally."""
+    rows, curves, notes = _trained(lab, {"centralised": 1})
+    figure = Figure(figsize=(7.5, 3.2 * len(curves)), layout="constrained")
+    grid = figure.subplots(len(curves), 2, squeeze=False)
+    for panels, (title, both) in zip(grid, curves.items(), strict=True):
+        for index, (axes, what) in enumerate(zip(panels, ("test accuracy", "test loss"), strict=True)):
+            for defence, curve in both.items():
+                style = "--" if defence == "none" else "-"
+                axes.plot(range(1, len(curve) + 1), [pair[index] for pair in curve], style, label=defence)
+            axes.set(title=title, xlabel="epoch", ylabel=what)
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False, fontsize=8)
+    return Result(rows, notes, {"curves": figure})
+
+
+# --- Table 3: other keys ----------------------------------------------------------------------------------------------
+
+PAPER_3 = {
+    "LeNet MNIST": {"client 0": 97.88, "client 1": 97.90, "client 2": 97.66, "average": 97.45, "random": 10.45},
+    "ResNet-20 C-10": {"client 0": 88.59, "client 1": 87.88, "client 2": 88.63, "average": 88.45, "random": 79.17},
+    "ResNet-32 C-10": {"client 0": 89.26, "client 1": 89.42, "client 2": 88.83, "average": 89.29, "random": 75.91},
+}
+PAPER_PROPORTION = {"LeNet MNIST": "22.43 %", "ResNet-20 C-10": "10.49 %", "ResNet-32 C-10": "6.46 %"}
+
+
+def table_3(lab: Lab) -> Result:
+    """The trained global model with each client's key, with another client's, and with random ones."""
+    chosen = tasks(lab)
+    rows: list[dict[str, Any]] = []
+    notes = []
+    for number, task in enumerate(chosen):
+        data = images_of(task, lab)
+        notes.append(_note(task, data))
+        with TemporaryDirectory(prefix="gradveil-keys-") as folder:
+            settings = replace(training(task, DEFENCE, CLIENTS, lab.seed), eval_every=task.rounds)
+            with Simulation(settings, dataset=data, workers=0, clients_folder=Path(folder)) as simulation:
+                for row in simulation.run():
+                    lab.progress((number + int(str(row["round"])) / task.rounds) / len(chosen), task.paper)
+                rows += _with_keys(simulation, task, Path(folder), lab.seed)
+    notes.append(
+        "Accuracy in percent of the global model. `own key, own lock` is the paper's `Client`; `another's key` keeps "
+        "the client's own lock (mean over the other clients); `random key, own lock` likewise; `random` has both at "
+        "random, as in the paper (mean of 5). The gap is to `random`."
+    )
+    return Result(rows, notes)
+
+
+def _with_keys(simulation: Simulation, task: Task, folder: Path, seed: int) -> list[dict[str, Any]]:
+    net = simulation.net
+    net.receive(net.shared_vector(simulation.model))
+    own = [_secrets(folder, client, task.rounds) for client in range(CLIENTS)]
+    rng = stream(seed, "reproduce", "fedkl", "keys")
+
+    def accuracy(secrets: Tensors) -> float:
+        net.set_private(secrets)
+        total = sum((score(net.module, batch) for batch in _test_batches(simulation)), Score())
+        return 100 * total.accuracy
+
+    def mixed(lock: int, key: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {**own[lock], **{name: tensor for name, tensor in key.items() if name.endswith(".key")}}
+
+    others = [accuracy(mixed(i, own[j])) for i in range(CLIENTS) for j in range(CLIENTS) if i != j]
+    strange = [_random(own[0], rng) for _ in range(5)]
+    found = {f"client {client}": accuracy(own[client]) for client in range(CLIENTS)}
+    found |= {
+        "average": statistics.fmean(found.values()),
+        "another's key": statistics.fmean(others),
+        "random key, own lock": statistics.fmean(accuracy(mixed(i % CLIENTS, s)) for i, s in enumerate(strange)),
+        "random": statistics.fmean(accuracy(secrets) for secrets in strange),
+    }
+    locks = sum(t.numel() for name, t in own[0].items() if not name.endswith(".key"))
+    share = locks / sum(parameter.numel() for parameter in net.module.parameters())
+    return [
+        {"task": task.paper, "key": key, "accuracy": rounded(value), "gap": rounded(value - found["random"]),
+         "paper": PAPER_3[task.paper].get(key), "lock_proportion": f"{100 * share:.2f} %",
+         "paper_proportion": PAPER_PROPORTION[task.paper]}
+        for key, value in found.items()
+    ]  # fmt: skip
+
+
+def _secrets(folder: Path, client: int, rounds: int) -> dict[str, Tensor]:
+    state = PrivateFolder(folder / str(client) / "private").load_state(rounds + 1) or {}
+    return {name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.")}
+
+
+def _random(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+    """Keys and locks as a new client would draw them."""
+    found = {}
+    for name, tensor in like.items():
+        drawn = torch.rand(tensor.shape, generator=rng)
+        length = len(like[f"{name.rpartition('.')[0]}.key"])
+        found[name] = (drawn if name.endswith(".key") else (2 * drawn - 1) / length**0.5).to(tensor)
+    return found
+
+
+def _test_batches(simulation: Simulation) -> list[Any]:
+    count = simulation.data.count("test", None)
+    return [simulation.data.images("test", None, start, start + 500) for start in range(0, count, 500)]
+
+
+# --- Time -------------------------------------------------------------------------------------------------------------
+
+
+def times(lab: Lab) -> Result:
+    """How long a round takes, all measured in turns in one process."""
+    rounds = lab.pick(3, 12, 30)
+    rows: list[dict[str, Any]] = []
+    notes = []
+    for task in tasks(lab):
+        data = images_of(task, lab)
+        data = replace(data, train=_some(data.train, lab.pick(300, 1200, 12000)))
+        found = measure_rounds(lab, task._replace(rounds=rounds), data)
+        for name, own in found.items():
+            rows.append(
+                {"task": task.paper, "training": name, "round_seconds": rounded(statistics.median(own)),
+                 "times_fedavg": rounded(overhead(own, found["FedAvg"])),
+                 "times_with_batch_norm": rounded(overhead(own, found.get("FedAvg, BatchNorm", found["FedAvg"])))}
+            )  # fmt: skip
+        notes.append(f"{task.model}, {len(data.train):,} images in {CLIENTS} parts, {rounds} rounds.")
+    notes.append(
+        "Medians of the rounds' ratios without the first; who begins changes. lenet5 has no normalisation: the lock "
+        "brings BatchNorm with it, and `FedAvg, BatchNorm` has that too, without a lock. The paper has no figures; its "
+        "claim is that the cost is minimal."
+    )
+    return Result(rows, notes)
+
+
+def measure_rounds(lab: Lab, task: Task, data: Dataset) -> dict[str, list[float]]:
+    """The seconds of each round with FedAvg, FedAvg on a network with BatchNorm where FedKL has it, and FedKL."""
+    with ExitStack() as stack:
+        runs = []
+        for name, defence in {"FedAvg": "none", "FedAvg, BatchNorm": "none", "FedKL": DEFENCE}.items():
+            settings = replace(training(task, defence, CLIENTS, lab.seed), eval_every=task.rounds)
+            if "BatchNorm" not in name:
+                simulation = Simulation(settings, dataset=data, workers=0)
+            elif _has_norm(settings, data):
+                continue
+            else:
+                simulation = Simulation(settings, dataset=data, workers=0, network=partial(_normed, settings, data))
+            runs.append((name, stack.enter_context(simulation)))
+        seconds: dict[str, list[float]] = {name: [] for name, _ in runs}
+        for number in range(1, task.rounds + 1):
+            first = number % len(runs)
+            for name, simulation in runs[first:] + runs[:first]:
+                row, _ = simulation.step(number)
+                seconds[name].append(float(str(row["seconds"])))
+            lab.progress(number / task.rounds, f"round {number} of all")
+    return seconds
+
+
+def _plain(settings: TrainSettings, data: Dataset) -> nn.Module:
+    normalisation = chosen_normalisation(settings.normalise, data)
+    return make_network(settings, data.shape, data.num_classes, normalisation)
+
+
+def _has_norm(settings: TrainSettings, data: Dataset) -> bool:
+    return any(isinstance(layer, nn.BatchNorm2d) for layer in _plain(settings, data).modules())
+
+
+def _normed(settings: TrainSettings, data: Dataset) -> nn.Module:
+    """The network with BatchNorm after its first convolution."""
+    network = _plain(settings, data)
+    name, conv = next((name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d))
+    parent, _, own = name.rpartition(".")
+    block = nn.Sequential(OrderedDict(conv=conv, norm=nn.BatchNorm2d(conv.out_channels)))
+    setattr(network.get_submodule(parent), own, block)
+    return network
+
+
+PAPER = Paper(
+    "fedkl",
+    "Ren et al., Gradient Leakage Defense with Key-Lock Module for Federated Learning, https://arxiv.org/abs/2305.04095",
+    {
+        "1": Experiment("Accuracy with and without the key-lock", table_1),
+        "2": Experiment("Accuracy and loss over the epochs, centralised", table_2),
+        "3": Experiment("Accuracy by key, and the lock's share of the parameters", table_3),
+        "6": Experiment("Attacks with and without the key-lock (Tables 4 to 6)", table_6),
+        "7": Experiment("Attacks by what is shared of key and lock", table_7),
+        "time": Experiment("Time of a round with and without the key-lock", times),
+    },
+)

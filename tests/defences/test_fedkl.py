@@ -1,0 +1,490 @@
+"""Key-lock: what is locked, what leaves the device, and who gets in anyway."""
+
+import base64
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gradveil.attack_files import attack_files
+from gradveil.attacks import build_attack
+from gradveil.attacks.parts.local_training import replay_of
+from gradveil.client import LocalSettings
+from gradveil.config import TrainSettings
+from gradveil.defences import Arrived, build_defence
+from gradveil.defences.fedkl import KeyLock, recovered_key
+from gradveil.engines.simulation import Simulation
+from gradveil.errors import ConfigError, RunFolderError
+from gradveil.grads import example_gradients
+from gradveil.models import create_model
+from gradveil.observe import observe
+from gradveil.registry import components
+from gradveil.storage import PrivateFolder, load_tensors
+from gradveil.threat import ThreatModel
+from gradveil.train import train
+from gradveil.types import Batch
+from gradveil.update_spec import UpdateSpec
+
+PLAIN = ("logistic", "mlp")
+"""Models of the zoo without convolutions."""
+
+
+def locked(spec="fedkl:length=8", model="lenet-dlg", seed=0, shape=(1, 12, 12)):
+    network = create_model(model, shape, 3, 0).eval()
+    return build_defence(spec).on_model(network, torch.Generator().manual_seed(seed))
+
+
+def key_locks(network):
+    return {name: layer for name, layer in network.named_modules() if isinstance(layer, KeyLock)}
+
+
+def some_images(count=2, shape=(1, 12, 12)):
+    return torch.rand(count, *shape, generator=torch.Generator().manual_seed(1))
+
+
+class TestLockedBlock:
+    @pytest.mark.parametrize("activation", ["none", "relu", "sigmoid"])
+    def test_is_the_equation(self, activation):
+        network = locked(f"fedkl:length=8,activation={activation}")
+        block = network.conv1
+        block.locked.norm.running_mean.normal_()
+        block.locked.norm.running_var.uniform_(0.5, 2)
+        lock, images = block.locked.key_lock, some_images()
+        act = {"none": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoid}[activation]
+        u = block.conv(images)
+        expected = torch.empty_like(u)
+        for channel in range(12):
+            gamma = act(sum(lock.weight[channel, j] * lock.key[j] for j in range(8)) + lock.bias[channel])
+            beta = act(sum(lock.weight[12 + channel, j] * lock.key[j] for j in range(8)) + lock.bias[12 + channel])
+            norm = block.locked.norm
+            normal = (u[:, channel] - norm.running_mean[channel]) / (norm.running_var[channel] + norm.eps).sqrt()
+            expected[:, channel] = gamma * normal + beta
+        assert torch.allclose(block(images), expected, atol=1e-5)
+
+    def test_tiles_of_a_spatial_key_have_scales_of_their_own(self):
+        network = locked("fedkl:length=8,grid=2,norm=none")
+        block = network.conv1
+        gamma, beta = block.locked.key_lock().view(2, 12, 2, 2)
+        u, s = block.conv(some_images()), block(some_images())
+        assert u.shape[2:] == (6, 6)
+        for i, rows in enumerate((slice(0, 3), slice(3, 6))):
+            for j, columns in enumerate((slice(0, 3), slice(3, 6))):
+                tile = gamma[:, i, j, None, None] * u[..., rows, columns] + beta[:, i, j, None, None]
+                assert torch.allclose(s[..., rows, columns], tile, atol=1e-6)
+
+    def test_the_default_key_has_1024_numbers_in_0_to_1_and_the_lock_pytorchs_first_values(self):
+        (lock,) = key_locks(locked("fedkl")).values()
+        assert lock.key.shape == (1024,)
+        assert 0 <= lock.key.min() < 0.02 < 0.98 < lock.key.max() < 1
+        assert 0.031 < lock.weight.abs().max() <= 1 / math.sqrt(1024)
+        (wide,) = key_locks(locked("fedkl:init=uniform")).values()
+        assert 0.49 < wide.weight.abs().max() <= 0.5
+
+    @pytest.mark.parametrize("source", ["seed", "system"])
+    def test_clients_differ_and_only_a_seed_repeats(self, source):
+        one, again, other = (
+            next(iter(key_locks(locked(f"fedkl:source={source}", seed=s)).values())) for s in (1, 1, 2)
+        )
+        assert torch.equal(one.key, again.key) == torch.equal(one.weight, again.weight) == (source == "seed")
+        assert not torch.equal(one.key, other.key)
+        assert not torch.equal(one.weight, other.weight)
+
+    def test_a_common_lock_is_the_same_for_all_and_the_keys_differ(self):
+        one, other = (next(iter(key_locks(locked("fedkl:lock=common", seed=seed)).values())) for seed in (1, 2))
+        assert torch.equal(one.weight, other.weight)
+        assert not torch.equal(one.key, other.key)
+
+    def test_leaves_the_given_network_and_the_global_generator_alone(self):
+        network = create_model("resnet20:width=4", (3, 16, 16), 3, 0)
+        names, before = list(network.state_dict()), torch.get_rng_state()
+        build_defence("fedkl").on_model(network, torch.Generator())
+        assert list(network.state_dict()) == names
+        assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("layers", "kind"),
+    [
+        ([nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)], nn.BatchNorm2d),
+        ([nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)], nn.GroupNorm),
+        ([nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True)], nn.InstanceNorm2d),
+        ([nn.Conv2d(1, 4, 3), nn.ReLU(), nn.BatchNorm2d(4)], nn.BatchNorm2d),
+        ([nn.Conv2d(1, 4, 3)], nn.BatchNorm2d),
+    ],
+)
+def test_a_users_network_keeps_its_normalisation_but_for_scale_and_shift(layers, kind):
+    network = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(3)).eval()
+    network(some_images())
+    result = build_defence("fedkl:length=8").on_model(network, torch.Generator().manual_seed(0))
+    (lock,) = key_locks(result)
+    norm = result.get_submodule(lock.removesuffix("key_lock") + "norm")
+    assert type(norm) is kind
+    assert norm.weight is None
+    assert norm.bias is None
+    assert result(some_images()).shape == (2, 3)
+    assert lock.startswith("1" if len(layers) == 2 else "0")
+
+
+@pytest.mark.parametrize("model", [name for name in components("models") if name not in PLAIN])
+def test_every_convolutional_model_of_the_zoo(model):
+    small = {"vgg16": "vgg16:width=4", "densenet121": "densenet121:growth=4", "convnet": "convnet:width=4"}
+    spec = small.get(model, f"{model}:width=4" if "resnet" in model else model)
+    shape = (3, 32, 32)
+    plain = create_model(spec, shape, 3, 0)
+    convolutions = sum(isinstance(layer, nn.Conv2d) for layer in plain.modules())
+    for blocks, count in (("first", 1), ("all", convolutions)):
+        defence = build_defence(f"fedkl:length=8,blocks={blocks}")
+        network = defence.on_model(plain, torch.Generator().manual_seed(0)).eval()
+        assert len(key_locks(network)) == count
+        assert network(some_images(2, shape)).shape == (2, 3)
+        hidden = {name for name in network.state_dict() if defence.private(name)}
+        assert hidden == {f"{name}.{part}" for name in key_locks(network) for part in ("key", "weight", "bias")}
+
+
+def test_blocks_are_chosen_by_name():
+    assert [name.split(".")[0] for name in key_locks(locked("fedkl:length=8,blocks=conv1/conv3"))] == ["conv1", "conv3"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_gradients_by_example_are_autograds(trained):
+    network = locked("fedkl:length=8,blocks=all")
+    for lock in key_locks(network).values():
+        lock.requires_grad_(trained)
+    images, labels = some_images(3), torch.tensor([0, 2, 1])
+    found = example_gradients(network, images, labels)
+    wanted = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    for row in range(3):
+        loss = nn.functional.cross_entropy(network(images[row : row + 1]), labels[row : row + 1])
+        for name, slope in zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True):
+            assert torch.allclose(found[name][row], slope, atol=1e-5), name
+
+
+# --- what leaves the device -------------------------------------------------------------------------------------------
+
+RUN = TrainSettings(
+    model="lenet-dlg", defence="fedkl:length=64", clients=3, rounds=2, partition="iid:images=8", batch_size=8, lr=0.01,
+    momentum=0.0, save_rounds=(1, 2),
+)  # fmt: skip
+
+
+def traces(tensors):
+    """Four numbers in a row out of each secret, as bytes, as base64 (in its three alignments) and as decimals."""
+    for tensor in tensors:
+        flat = tensor.flatten()
+        for start in range(0, len(flat) - 3, max(1, len(flat) // 64)):
+            piece = flat[start : start + 4]
+            raw = piece.numpy().tobytes()
+            yield raw
+            for shift in range(3):
+                yield base64.b64encode(b"\0" * shift + raw)[4 : 4 + 16]
+            yield f"{piece[0].item()!r}".encode()
+            yield f"{piece[0].item():.6f}".encode()
+
+
+def secrets_of(folder):
+    found = {}
+    for path in sorted(folder.glob("clients/*/private/state-*.safetensors")):
+        found |= {f"{path.parent.parent.name}/{path.name}/{k}": t for k, t in load_tensors(path).items()}
+    return found
+
+
+def test_no_byte_of_key_or_lock_leaves_the_client(tmp_path):
+    out = tmp_path / "run"
+    train(RUN, out, workers=0)
+    secrets = secrets_of(out)
+    assert {name.rpartition(".")[2] for name in secrets} == {"key", "weight", "bias"}
+    assert len({path.split("/")[0] for path in secrets}) == 3
+    files = [path for path in out.rglob("*") if path.is_file() and "private" not in path.parts]
+    names = {path.name for path in files}
+    assert {"checkpoint.safetensors", "rows.jsonl", "report.html", "model.safetensors", "settings.toml"} <= names
+    assert any(path.suffix == ".safetensors" and "round" in str(path) for path in files)
+    content = b"\n".join(path.read_bytes() for path in files)
+    assert not any(b"key_lock" in path.read_bytes() for path in files)
+    leaked = [trace for trace in traces(secrets.values()) if trace in content]
+    assert not leaked
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in out.glob("clients/*/private/*"))
+    planted = next(t for name, t in secrets.items() if name.endswith(".key"))  # the search itself must find things
+    for form in (
+        planted.numpy().tobytes(),
+        base64.b64encode(planted.numpy().tobytes()),
+        repr(planted.tolist()).encode(),
+    ):
+        assert any(trace in form for trace in traces([planted]))
+
+
+def test_updates_have_the_shared_tensors_alone_and_the_key_never_changes(tmp_path):
+    with Simulation(RUN, workers=0, clients_folder=tmp_path) as simulation:
+        sent = []
+        folders = [PrivateFolder(tmp_path / str(client) / "private") for client in range(3)]
+        rounds = simulation.run(on_round=lambda played: sent.extend(played.sent.values()))
+        keys = [[folder.load_state(9) for folder in folders] for _ in rounds]
+        assert len(sent) == 6
+        for update in sent:
+            assert set(update.tensors) | set(update.buffers) == set(simulation.model)
+            assert not any("key_lock" in name for name in simulation.model)
+    name = "model.conv1.locked.key_lock"
+    for before, after in zip(*keys, strict=True):
+        assert torch.equal(before[f"{name}.key"], after[f"{name}.key"])
+        assert not torch.equal(before[f"{name}.weight"], after[f"{name}.weight"])
+    assert not torch.equal(keys[0][0][f"{name}.key"], keys[0][1][f"{name}.key"])
+
+
+def test_the_rows_tell_how_the_model_does_with_own_keys_and_with_a_random_one():
+    with Simulation(RUN, workers=0) as simulation:
+        rows = list(simulation.run())
+        assert all(0 <= row["accuracy_server"] <= 1 for row in rows)
+        assert len({row["accuracy_test"] for row in simulation.client_rows(2)}) > 1
+
+
+# --- who gets in anyway -----------------------------------------------------------------------------------------------
+
+
+def seen_by(*grants, defence="fedkl:length=16", targets=2, **how):
+    network = create_model("lenet-dlg", (1, 12, 12), 4, 0).eval()
+    rng = torch.Generator().manual_seed(3)
+    coarse = torch.rand(targets, 1, 4, 4, generator=rng)
+    truth = nn.functional.interpolate(coarse, (12, 12), mode="bilinear")
+    private = [Batch(truth[t : t + 1], torch.tensor([t % 4]), torch.zeros(1) > 0) for t in range(targets)]
+    grants = ("labels", "num-examples", *grants)
+    return truth, observe(
+        network, private, threat=ThreatModel.of(*grants), num_classes=4, defence=build_defence(defence), **how
+    )
+
+
+def moves_of(seen):
+    secrets = seen.private_state if {"key", "lock", "private-state"} & set(seen.threat.names) else ()
+    changes = seen.private_changes if "lock" in seen.threat.names else ()
+    arrived = Arrived(seen.mean_gradients, seen.step_lengths, 1, {}, seen.network, secrets, changes)
+    return seen.defence.adaptive(arrived)
+
+
+def true_outputs(seen_all):
+    """Each client's scales and shifts, by hand from all of its private tensors."""
+    rows = []
+    for own in seen_all.private_state:
+        key, weight, bias = (own[f"conv1.locked.key_lock.{part}"] for part in ("key", "weight", "bias"))
+        rows.append(weight @ key + bias)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("grants", "exact"),
+    [
+        (("key", "lock"), True),
+        (("lock",), True),
+        (("private-state",), True),
+        (("key",), False),
+    ],
+)
+def test_what_is_shared_of_key_and_lock_gives_the_scales_away(grants, exact):
+    _, everything = seen_by("private-state")
+    _, seen = seen_by("defence", *grants)
+    moves = moves_of(seen)
+    assert list(moves) == (["known", "joint"] if exact else ["joint", "key"])
+    found = moves["known" if exact else "key"].outputs["conv1.locked.key_lock"]
+    assert torch.allclose(found, true_outputs(everything), atol=1e-4) == exact
+
+
+def test_a_common_lock_and_the_key_give_the_scales_away():
+    spec = "fedkl:length=16,lock=common"
+    _, everything = seen_by("private-state", defence=spec)
+    _, seen = seen_by("defence", "key", defence=spec)
+    assert next(iter(moves_of(seen))) == "known"
+    assert torch.allclose(moves_of(seen)["known"].outputs["conv1.locked.key_lock"], true_outputs(everything), atol=1e-5)
+
+
+def test_key_and_lock_are_granted_apart():
+    parts = {"key": {"key"}, "lock": {"weight", "bias"}, "private-state": {"key", "weight", "bias"}}
+    for grant, names in parts.items():
+        _, seen = seen_by(grant)
+        assert {name.rpartition(".")[2] for name in seen.private_state[0]} == names
+    _, seen = seen_by("key")
+    with pytest.raises(ConfigError, match="asks for lock"):
+        _ = seen.private_changes
+    assert not seen._changes
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 7), st.integers(0, 10**6))
+def test_the_locks_gradient_divided_by_its_biass_is_the_key(length, numbers, seed):
+    rng = torch.Generator().manual_seed(seed)
+    key = torch.rand(length, generator=rng, dtype=torch.float64)
+    weight, bias = torch.randn(numbers, length, dtype=torch.float64), torch.randn(numbers, dtype=torch.float64)
+    weight.requires_grad_(), bias.requires_grad_()
+    (weight @ key + bias).sin().sum().backward()
+    assert torch.allclose(recovered_key(weight.grad, bias.grad), key)
+
+
+def psnr(truth, guess):
+    return -10 * (truth - guess[:, 0]).square().flatten(1).mean(1).log10()
+
+
+ATTACK = "gs:iterations=250,sign=none,schedule=cosine,lr=0.3,tv=1e-6"
+
+
+def test_the_lock_misleads_an_attacker_who_does_not_know_it_and_not_one_who_does():
+    found = {}
+    for name, grants in {"plain": (), "joint": ("defence",), "known": ("defence", "key", "lock")}.items():
+        truth, seen = seen_by(*grants)
+        result = build_attack(ATTACK)(seen, torch.Generator().manual_seed(0))
+        found[name] = float(psnr(truth, result.images).mean())
+    assert found["known"] > found["plain"] + 5, found
+    assert found["joint"] > found["plain"] + 5, found
+
+
+@pytest.mark.parametrize("how", ["batch of two", "local steps", "batch statistics"])
+def test_guesses_with_the_true_scales_and_images_explain_the_update(how):
+    """The loss at the truth is nothing, in each way of playing the client again."""
+    network = create_model("lenet-dlg", (1, 12, 12), 4, 0).eval()
+    images = some_images(4).view(2, 2, 1, 12, 12)
+    private = [Batch(own, torch.tensor([1, 3]), torch.zeros(2) > 0) for own in images]
+    local = {
+        "batch of two": None,
+        "local steps": LocalSettings(epochs=2, batch_size=0, batch_norm="freeze"),
+        "batch statistics": LocalSettings("fedsgd", batch_size=0, batch_norm="average"),
+    }[how]
+    threat = ThreatModel.of("labels", "num-examples", "local-steps", "defence", "key", "lock")
+    defence = build_defence("fedkl:length=16")
+    seen = observe(network, private, threat=threat, num_classes=4, defence=defence, how=local, lr=1e-4)
+    outputs = moves_of(seen)["known"].outputs
+    replay = replay_of(seen, "unroll", torch.Generator().manual_seed(0))
+    wanted = seen.mean_gradients
+    labels = torch.tensor([1, 3, 1, 3])
+    right = replay(images.flatten(0, 1), labels, wanted, outputs)
+    wrong = replay(images.flatten(0, 1), labels, wanted)
+    for name, aim in wanted.items():
+        assert (right[name] - aim).norm() <= 0.02 * aim.norm() + 1e-6, name
+    assert sum((wrong[name] - aim).norm() > 0.2 * aim.norm() for name, aim in wanted.items()) >= 2
+
+
+def test_a_saved_round_can_be_attacked_with_the_lock_searched(tmp_path):
+    out = tmp_path / "run"
+    saved = {**vars(RUN), "rounds": 1, "save_rounds": (1,), "algorithm": "fedsgd", "batch_size": 1, "normalise": "none"}
+    train(TrainSettings(**saved), out, workers=0)
+    folder = out / "rounds" / "000001"
+    spec = UpdateSpec(
+        "lenet-dlg", (1, 28, 28), 10, "change", lr=0.01, num_examples=1, labels=(3,), defence=RUN.defence,
+        algorithm="fedsgd", batch_size=1, batch_norm="freeze",
+    )  # fmt: skip
+    update = sorted(path for path in folder.iterdir() if "model" not in path.name)[0]
+    (row,) = attack_files(folder / "model.safetensors", [update], spec, "gs:iterations=2", tmp_path / "attack")
+    assert row["adaptive"]
+    other = replace(spec, defence="fedkl:blocks=conv2")
+    with pytest.raises(ConfigError, match=r"must have the names and shapes of the network.*conv1"):
+        attack_files(folder / "model.safetensors", [update], other, "gs:iterations=2", tmp_path / "other")
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("blocks=", "blocks must be first, all or names"),
+        ("blocks=first/conv2", "blocks must be first, all or names"),
+        ("length=0", "length must be at least 1"),
+        ("activation=tanh", "Unknown activation 'tanh'"),
+        ("norm=layer", "Unknown norm 'layer'"),
+        ("init=zero", "Unknown init 'zero'"),
+        ("grid=0", "grid must be at least 1"),
+        ("lock=none", "Unknown lock 'none'"),
+        ("source=dice", "Unknown source 'dice'"),
+    ],
+)
+def test_bad_settings(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        build_defence(f"fedkl:{setting}")
+
+
+def test_a_network_without_convolutions_is_refused():
+    with pytest.raises(ConfigError, match=r"has no nn\.Conv2d.*gradveil list models"):
+        locked(model="mlp")
+
+
+def test_a_block_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(ConfigError, match=r"got 'conv9'\. Known: conv1, conv2, conv3"):
+        locked("fedkl:blocks=conv1/conv9")
+
+
+def test_a_network_is_locked_once():
+    with pytest.raises(ConfigError, match="once in a chain"):
+        locked("fedkl+fedkl")
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run of one round in a folder of its own."""
+    out = tmp_path / "run"
+    train(TrainSettings(**{**vars(RUN), "rounds": 1, "save_rounds": ()}), out, workers=0)
+    return out
+
+
+def go_on(out):
+    train(TrainSettings(**{**vars(RUN), "save_rounds": ()}), out, resume=True, workers=0)
+
+
+def test_a_lost_key_stops_the_client_until_it_is_told_to_begin_anew(begun):
+    for path in (begun / "clients" / "1" / "private").iterdir():
+        path.unlink()
+    with pytest.raises(RunFolderError, match=r"it is lost.*remove .*has-private-state"):
+        go_on(begun)
+    (begun / "clients" / "1" / "has-private-state").unlink()
+    go_on(begun)
+
+
+def test_a_key_that_others_can_read_is_refused(begun):
+    (path,) = (begun / "clients" / "2" / "private").glob("state-*")
+    path.chmod(0o644)
+    with pytest.raises(RunFolderError, match=r"must have mode 0600, got 0644.*chmod 600"):
+        go_on(begun)
+    path.chmod(0o600)
+    go_on(begun)
+
+
+@pytest.mark.parametrize("other", ["fedkl:length=32", "fedkl:length=64,blocks=all"])
+def test_a_key_of_another_length_or_for_other_blocks_is_refused(begun, tmp_path, other):
+    settings = TrainSettings(**{**vars(RUN), "save_rounds": (), "defence": other})
+    with (
+        Simulation(settings, workers=0, clients_folder=begun / "clients") as simulation,
+        pytest.raises(ConfigError, match=r"private tensors must have .*key_lock.*with the same settings"),
+    ):
+        simulation.step(2)
+
+
+def test_a_global_model_with_other_locked_blocks_is_refused():
+    mine = Simulation(RUN, workers=0)
+    theirs = Simulation(TrainSettings(**{**vars(RUN), "defence": "fedkl:length=64,blocks=all"}), workers=0)
+    with mine, theirs, pytest.raises(ConfigError, match=r"A received model must have conv2\.weight.*got none"):
+        mine.net.shared_vector(theirs.model)
+
+
+@pytest.mark.parametrize("grants", [("defence",), ("defence", "lock")])
+def test_a_traced_search_takes_the_same_steps(grants, monkeypatch):
+    """Compiling traces the step once; secret outputs, searched or known, must be inputs of what is traced."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def traced(function, examples):
+        with torch.enable_grad():
+            graph = make_fx(function)(*examples)
+        return torch.no_grad()(lambda *given: tuple(graph(*given)))
+
+    monkeypatch.setattr("gradveil.attacks.parts.search.compiled", traced)
+    found = []
+    for compiled in ("off", "on"):
+        _, seen = seen_by(*grants)
+        attack = build_attack(f"gs:iterations=6,sign=none,schedule=cosine,lr=0.3,compile={compiled}")
+        found.append(attack(seen, torch.Generator().manual_seed(0)).images)
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_a_chain_searches_the_scales_and_allows_for_noise():
+    defence = build_defence("fedkl:length=8+gaussian:std=0.01")
+    network = defence.on_model(create_model("lenet-dlg", (1, 12, 12), 3, 0), torch.Generator().manual_seed(0))
+    seen = {name: torch.ones(2, *p.shape) for name, p in network.named_parameters() if not defence.private(name)}
+    move = defence.adaptive(Arrived(seen, [1.0], network=network))["all"]
+    assert set(move.unknowns) == {"conv1.locked.key_lock"}
+    assert set(move.noise) == set(seen)
