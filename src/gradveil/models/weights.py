@@ -26,7 +26,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
             f"Weights {str(path)!r} must be a readable safetensors file, got: {error}. "
             "Save others with safetensors.torch.save_file(model.state_dict(), path); pickled ones are never opened."
         ) from error
-    problems = _misfits(network.state_dict(), tensors)
+    problems = misfits(network.state_dict(), tensors)
     if problems:
         raise ConfigError(
             f"Weights {str(path)!r} must have the names and shapes of the network, got {'; '.join(problems)}. "
@@ -35,7 +35,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
     network.load_state_dict(tensors, strict=False)
 
 
-def _misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
+def misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
     """What keeps ``given`` from being loaded, a phrase for each sort of trouble."""
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in given if name not in wanted]

@@ -1,7 +1,8 @@
 """Optimisers for many independent problems at once: row t of every variable belongs to target t.
 
-`BatchedAdam` equals `torch.optim.Adam`, `BatchedLbfgs` equals `torch.optim.LBFGS` (without line search), each on every
-target by itself. From both, targets that are done can leave (`keep`).
+`BatchedAdam` equals `torch.optim.Adam`, `BatchedRmsprop` equals `torch.optim.RMSprop`, `BatchedLbfgs` equals
+`torch.optim.LBFGS` (without line search), each on every target by itself. From all, targets that are done can leave
+(`keep`).
 """
 
 import math
@@ -109,6 +110,37 @@ class BatchedAdam:
 
 _BETAS = (0.9, 0.999)
 _EPSILON = 1e-8
+
+
+class BatchedRmsprop:
+    """RMSprop with momentum on T independent problems.
+
+    Args:
+        variables: (T, D).
+        lr: the rate.
+        rates: (D,) factors on it.
+        decay: share of the running mean of squares that a step keeps.
+        momentum: share of the last step that is added to the next.
+    """
+
+    def __init__(
+        self, variables: Tensor, *, lr: float, rates: Tensor, decay: float = 0.99, momentum: float = 0.99
+    ) -> None:
+        self.variables = variables.detach().clone()
+        self._rates, self._decay, self._momentum = (-lr * rates).to(variables), decay, momentum
+        self._square, self._step = torch.zeros_like(variables), torch.zeros_like(variables)
+
+    def step(self, closure: Closure) -> Tensor:
+        """One step; returns the losses before it, (T,)."""
+        loss, gradient = closure(self.variables)
+        self._square.mul_(self._decay).addcmul_(gradient, gradient, value=1 - self._decay)
+        self._step.mul_(self._momentum).addcdiv_(gradient, self._square.sqrt().add_(_EPSILON))
+        self.variables = torch.addcmul(self.variables, self._step, self._rates)
+        return loss
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with some of the targets, given as a mask."""
+        self.variables, self._square, self._step = (t[rows] for t in (self.variables, self._square, self._step))
 
 
 class BatchedLbfgs:
