@@ -60,7 +60,16 @@ def test_an_attacker_who_knows_of_pruning_finds_more():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"start": "uniform"}, {"wasserstein": "true"}, {"tv": -1.0}, {"lr": 0.0}, {"noise": 0}, {"width": 0}]
+    "bad",
+    [
+        {"start": "uniform"},
+        {"wasserstein": "true"},
+        {"tv": -1.0},
+        {"lr": 0.0},
+        {"schedule": "linear"},
+        {"noise": 0},
+        {"width": 0},
+    ],
 )
 def test_bad_settings(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):

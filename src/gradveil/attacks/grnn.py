@@ -7,6 +7,7 @@ from torch import Tensor
 from gradveil.attacks.matching import Matching
 from gradveil.attacks.parts.fresh_generators import FreshGenerators
 from gradveil.attacks.parts.objectives import Objective
+from gradveil.attacks.parts.optimisers import SCHEDULES
 from gradveil.attacks.parts.search import Search
 from gradveil.errors import ConfigError
 from gradveil.threat import Observation
@@ -51,16 +52,18 @@ class Grnn(Matching):
         wasserstein: norm (published), sliced, or none.
         tv: weight of the mean square difference of neighbouring pixels, twice.
         lr: RMSprop's rate.
+        schedule: of the rate: constant (published), steps or cosine.
         noise: length of z.
         width: channels of the generator's last hidden map.
     """
 
-    iterations: int = 10_000
+    iterations: int = 2000
     chunk: int = 8
     compile: str = "off"
     wasserstein: str = "norm"
     tv: float = 1e-3
     lr: float = 1e-4
+    schedule: str = "constant"
     noise: int = 128
     width: int = 32
 
@@ -71,6 +74,7 @@ class Grnn(Matching):
         one_of("wasserstein", self.wasserstein, DISTANCES)
         in_range("tv", self.tv, 0)
         in_range("lr", self.lr, 0, open_low=True)
+        one_of("schedule", self.schedule, SCHEDULES)
         in_range("noise", self.noise, 1)
         in_range("width", self.width, 1)
 
@@ -80,6 +84,7 @@ class Grnn(Matching):
             Objective(DISTANCES[self.wasserstein]),
             optimiser="rmsprop",
             lr=self.lr,
+            schedule=self.schedule,
             boxed=False,
             decoder=FreshGenerators(
                 seen.shape, seen.num_examples, noise=self.noise, width=self.width, roughness=self.tv

@@ -214,7 +214,13 @@ def _optimiser(
     if search.optimiser == "lbfgs":
         return BatchedLbfgs(variables, lr=search.lr)
     if search.optimiser == "rmsprop":
-        return BatchedRmsprop(variables, lr=search.lr, rates=step.rates(variables, task))
+        return BatchedRmsprop(
+            variables,
+            lr=search.lr,
+            rates=step.rates(variables, task),
+            steps=attack.iterations,
+            schedule=search.schedule,
+        )
     return BatchedAdam(
         variables,
         lr=search.lr,

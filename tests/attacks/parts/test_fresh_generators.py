@@ -74,7 +74,7 @@ def test_images_and_steps_are_those_of_the_published_network(side):
     start = torch.cat([starts, logits], 1)
     assert torch.allclose(ours.pictures(starts, None), torch.cat([net()[0] for net in theirs]), atol=1e-5)
     rates = torch.cat([ours.rates(), torch.full((3,), ours.label_rate)])
-    rmsprop = BatchedRmsprop(start, lr=1e-3, rates=rates)
+    rmsprop = BatchedRmsprop(start, lr=1e-3, rates=rates, steps=6)
     adams = [torch.optim.RMSprop(net.parameters(), lr=1e-3, momentum=0.99) for net in theirs]
     for _ in range(6):
         rmsprop.step(closure)

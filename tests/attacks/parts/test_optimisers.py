@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -154,7 +156,7 @@ def test_equals_torch_rmsprop_on_every_target_and_variable(count, momentum, seed
         values = loss(leaf, slice(None))
         return values.detach(), torch.autograd.grad(values.sum(), leaf)[0]
 
-    ours = BatchedRmsprop(starts, lr=1e-3, rates=rates, momentum=momentum)
+    ours = BatchedRmsprop(starts, lr=1e-3, rates=rates, steps=5, momentum=momentum)
     for _ in range(5):
         ours.step(closure)
     for target in range(count):
@@ -174,7 +176,7 @@ def test_targets_can_leave_rmsprop():
     def closure(x, aims=aims):
         return (x - aims).square().sum(1), 2 * (x - aims)
 
-    whole, part = (BatchedRmsprop(torch.zeros(3, 1), lr=1e-2, rates=torch.ones(1)) for _ in range(2))
+    whole, part = (BatchedRmsprop(torch.zeros(3, 1), lr=1e-2, rates=torch.ones(1), steps=2) for _ in range(2))
     for optimiser in (whole, part):
         optimiser.step(closure)
     staying = torch.tensor([True, False, True])
@@ -182,3 +184,21 @@ def test_targets_can_leave_rmsprop():
     whole.step(closure)
     part.step(lambda x: closure(x, aims[staying]))
     assert torch.equal(part.variables, whole.variables[staying])
+
+
+def test_rmsprop_slows_down_by_its_schedule():
+    def closure(x):
+        return x.sum(1), torch.ones_like(x)
+
+    steps = {}
+    for schedule in ("constant", "steps"):
+        optimiser = BatchedRmsprop(
+            torch.zeros(1, 1), lr=1.0, rates=torch.ones(1), steps=8, schedule=schedule, kept=0.0, momentum=0.0
+        )
+        places = [float(optimiser.variables)]
+        for _ in range(8):
+            optimiser.step(closure)
+            places.append(float(optimiser.variables))
+        steps[schedule] = [a - b for a, b in pairwise(places)]
+    assert steps["constant"] == pytest.approx([1.0] * 8, abs=1e-5)
+    assert steps["steps"] == pytest.approx([1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.001], abs=1e-5)

@@ -119,23 +119,36 @@ class BatchedRmsprop:
         variables: (T, D).
         lr: the rate.
         rates: (D,) factors on it.
-        decay: share of the running mean of squares that a step keeps.
+        steps: how many there will be, for the schedule.
+        schedule: as in `decay`.
+        kept: share of the running mean of squares that a step keeps.
         momentum: share of the last step that is added to the next.
     """
 
     def __init__(
-        self, variables: Tensor, *, lr: float, rates: Tensor, decay: float = 0.99, momentum: float = 0.99
+        self,
+        variables: Tensor,
+        *,
+        lr: float,
+        rates: Tensor,
+        steps: int,
+        schedule: str = "constant",
+        kept: float = 0.99,
+        momentum: float = 0.99,
     ) -> None:
         self.variables = variables.detach().clone()
-        self._rates, self._decay, self._momentum = (-lr * rates).to(variables), decay, momentum
+        self._rates, self._kept, self._momentum = (-lr * rates).to(variables), kept, momentum
+        self._steps, self._schedule, self._number = steps, schedule, 0
         self._square, self._step = torch.zeros_like(variables), torch.zeros_like(variables)
 
     def step(self, closure: Closure) -> Tensor:
         """One step; returns the losses before it, (T,)."""
         loss, gradient = closure(self.variables)
-        self._square.mul_(self._decay).addcmul_(gradient, gradient, value=1 - self._decay)
+        self._square.mul_(self._kept).addcmul_(gradient, gradient, value=1 - self._kept)
         self._step.mul_(self._momentum).addcdiv_(gradient, self._square.sqrt().add_(_EPSILON))
-        self.variables = torch.addcmul(self.variables, self._step, self._rates)
+        share = decay(self._schedule, self._number, self._steps)
+        self._number += 1
+        self.variables = torch.addcmul(self.variables, self._step, self._rates, value=share)
         return loss
 
     def keep(self, rows: Tensor) -> None:

@@ -55,7 +55,7 @@ class Search:
         priors: penalties on the guess itself.
         optimiser: adam, lbfgs, rmsprop or cma (whose first standard deviation is the rate).
         lr: its rate.
-        schedule: constant, steps or cosine (adam).
+        schedule: constant, steps or cosine (adam, rmsprop).
         sign: none, hard or soft (adam): what becomes of the gradient first.
         noise: of standard deviation this times the rate, added to each step (adam).
         boxed: whether guesses are kept inside [0, 1].
