@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from gradveil.attacks.ggl import Ggl, estimated
+from gradveil.attacks.grnn import Grnn
 from gradveil.attacks.matching import Matching
+from gradveil.attacks.parts.adaptive import adapted
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.registry import build, split_specs
@@ -133,6 +135,14 @@ def test_a_known_defence_is_answered_by_its_own_countermove(generator):
     _, _, knowing = scene(grants=(*GRANTS, "labels", "defence"), defence=build_defence("clip:norm=0.05"))
     plain, adaptive = (run(Ggl(**settings), each) for each in (seen, knowing))
     assert close(truth, adaptive).mean() > close(truth, plain).mean() + 3
+
+
+def test_under_known_noise_the_generator_is_all_that_is_believed_of_images(generator):
+    _, _, seen = scene(grants=(*GRANTS, "defence"), defence=build_defence("gaussian:std=0.1"))
+    search = adapted(Ggl(generator=generator, tv=0.25).search(seen), seen)
+    assert search.priors.tv == 0.25
+    assert search.objective.weights
+    assert adapted(Grnn().search(seen), seen).priors.tv > 0.25
 
 
 def test_public_data_must_be_granted(generator):

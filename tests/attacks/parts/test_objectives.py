@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradveil.attacks.parts.objectives import SLICES, Objective, sliced_wasserstein
@@ -61,6 +61,7 @@ def test_unknown_kind():
         Objective("cosin")
 
 
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 20))
 def test_grnns_distances(seed):
     guess, target = pair(seed=seed)

@@ -14,10 +14,12 @@ class Decoder(ABC):
     Attributes:
         size: numbers a row.
         label_rate: factor on an optimiser's rate for the logits of searched labels.
+        knows_images: whether it makes likely images only, so that under noise nothing else need be believed of them.
     """
 
     size: int
     label_rate: float = 1.0
+    knows_images: bool = False
 
     @abstractmethod
     def begin(self, rows: int, rng: torch.Generator) -> Tensor:
@@ -48,6 +50,8 @@ class Latents(Decoder):
         squash: whether latents pass tanh first, which keeps them inside (-1, 1).
         divergence: weight of the penalty, of which the mean over a row's images counts.
     """
+
+    knows_images = True
 
     def __init__(self, generator: Latent, batch_size: int, *, squash: bool, divergence: float) -> None:
         self._generator, self._squash, self._divergence = generator, squash, divergence
