@@ -20,8 +20,8 @@ def test_finds_image_and_label_of_every_target(wasserstein):
     result = run(Grnn(iterations=250, wasserstein=wasserstein, **QUICK), seen)
     start = run(Grnn(iterations=1, **QUICK), seen)
     assert torch.equal(result.labels, labels)
-    assert close(truth, result).mean() > 20
-    assert (close(truth, result) > close(truth, start) + 3).all()
+    assert close(truth, result).mean() > max(20, close(truth, start).mean() + 5)
+    assert (close(truth, result) > close(truth, start)).all()
     assert (result.loss < start.loss / 4).all()
 
 
