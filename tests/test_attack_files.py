@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from gradveil.attack_files import attack_files, read_update
 from gradveil.client import LocalSettings
 from gradveil.data import load_dataset
+from gradveil.errors import ConfigError
 from gradveil.models import create_model
 from gradveil.registry import convert
 from gradveil.update_spec import UpdateSpec, read_spec
@@ -221,6 +222,22 @@ def test_a_defence_that_is_stated_is_known(files):
     rows = attack_files(files.model, files.updates, read_spec(files.spec(defence="none")), QUICK, files.out)
     assert {row["defence"] for row in rows} == {"none"}
     assert rows[0]["knows"] == ["defence", "num-examples"]
+
+
+def test_public_images_of_a_data_set_are_at_hand_where_one_is_stated(files):
+    images = np.random.default_rng(0).random((12, 1, 8, 8), dtype=np.float32)
+    for name, shape in (("public", images), ("large", images.repeat(2, 3))):
+        labels = np.arange(12) % CLASSES
+        np.savez(files.folder / f"{name}.npz", x_train=shape, y_train=labels, x_test=shape, y_test=labels)
+    attack = "ggl:iterations=1,population=4"
+    spec = read_spec(files.spec(public_data=str(files.folder / "public.npz")))
+    rows = attack_files(files.model, files.updates, spec, attack, files.out)
+    assert rows[0]["knows"] == ["num-examples", "public-data"]
+    spec = read_spec(files.spec(public_data=str(files.folder / "large.npz")))
+    with pytest.raises(ConfigError, match=r"images of shape \(1, 8, 8\), got \(1, 8, 16\)"):
+        attack_files(files.model, files.updates, spec, attack, files.folder / "other")
+    with pytest.raises(ConfigError, match=r"needs public_data, got none\. State it in the --spec file"):
+        attack_files(files.model, files.updates, read_spec(files.spec()), attack, files.folder / "other")
 
 
 def test_labels_may_differ_between_updates(files):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks import Attack, build_attack
 from gradveil.attacks.parts.adaptive import countermoves
+from gradveil.data import load_dataset
 from gradveil.defences import build_defence
 from gradveil.engines.devices import defended
 from gradveil.engines.simulation import check_output, usable_device
@@ -30,6 +31,7 @@ from gradveil.report.pictures import strip_png
 from gradveil.run_folder import RunFolder, to_lines
 from gradveil.storage import load_tensors, to_safetensors, write_atomic
 from gradveil.threat import Observation, Reconstruction
+from gradveil.types import Batch
 from gradveil.update_spec import UpdateSpec
 from gradveil.validate import in_range, is_file
 
@@ -140,7 +142,23 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
         labels=None if spec.labels is None else torch.tensor(spec.labels),
         local_steps=spec.local_steps(),
         defence=defence,
+        public_data=_public(spec.public_data, shape, device) if spec.public_data else None,
     )
+
+
+PUBLIC = 500
+"""Public images that an attack is given at most."""
+
+
+def _public(dataset: str, shape: tuple[int, int, int], device: torch.device) -> Batch:
+    """The first test images of a data set."""
+    there = load_dataset(dataset)
+    if there.shape != shape:
+        raise ConfigError(f"public_data must be images of shape {shape}, got {there.shape} in {dataset!r}.")
+    pixels = torch.from_numpy(there.test.images[:PUBLIC])
+    images = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+    labels = torch.from_numpy(there.test.labels[:PUBLIC])
+    return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool)).to(device)
 
 
 def _check_new(out: Path) -> None:

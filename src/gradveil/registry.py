@@ -60,6 +60,7 @@ FOLDERS: Mapping[str, str] = {
     "datasets": "gradveil.data:NamedSet",
     "partitions": "gradveil.data:Partition",
     "models": "gradveil.models:Model",
+    "generators": "gradveil.generators:Generator",
     "defences": "gradveil.defences:Defence",
     "attacks": "gradveil.attacks:AnyAttack",
     "metrics": "gradveil.metrics:Metric",
@@ -88,7 +89,7 @@ def _scan(package: types.ModuleType, base: type[Component]) -> dict[str, type[Co
 
 
 def split_specs(text: str) -> list[str]:
-    """Split a comma-separated list of components; a piece with ``=`` but no ``:`` continues the one before it.
+    """Split a comma-separated list of components; a piece with ``=`` before any ``:`` continues the one before it.
 
     Example:
         >>> split_specs("none,prune:fraction=0.9,scope=global,gaussian:scale=1e-3")
@@ -96,7 +97,7 @@ def split_specs(text: str) -> list[str]:
     """
     specs: list[str] = []
     for piece in text.split(","):
-        if "=" in piece and ":" not in piece and specs:
+        if "=" in piece.partition(":")[0] and specs:
             specs[-1] += f",{piece}"
         else:
             specs.append(piece)
@@ -112,7 +113,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
         >>> parse_spec("nets/mine.py:factory:width=8")
         ('nets/mine.py:factory', {'width': '8'})
     """
-    own = re.match(r"(?P<name>.+\.py:[A-Za-z_]\w*)(?::(?P<settings>.*))?$", spec)
+    own = re.match(r"(?P<name>[^=]+\.py:[A-Za-z_]\w*)(?::(?P<settings>.*))?$", spec)
     name, _, text = (own["name"], "", own["settings"] or "") if own else spec.partition(":")
     settings: dict[str, str] = {}
     for pair in filter(None, text.split(",")):
@@ -155,13 +156,15 @@ def convert(cls: type[Any], settings: Mapping[str, object], owner: str) -> dict[
 
 
 def own_files(spec: str) -> list[str]:
-    """The user's Python files that a spec names.
+    """The user's files that a spec names: Python files, and safetensors among the settings.
 
     Example:
         >>> own_files("none+my/idea.py:Mine:x=1+other.py:Other")
         ['my/idea.py', 'other.py']
+        >>> own_files("ggl:generator=digits.safetensors,kl=0.1")
+        ['digits.safetensors']
     """
-    return re.findall(r"(?:^|\+)([^+]+?\.py)(?=:)", spec)
+    return re.findall(r"(?:^|[+=])([^+=,]+?\.(?:py(?=:)|safetensors(?=[,+]|$)))", spec)
 
 
 def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file holds

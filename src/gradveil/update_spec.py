@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.client import LocalSettings
-from gradveil.config import TrainSettings, read_settings, with_absolute_paths
+from gradveil.config import TrainSettings, absolute_dataset, read_settings, with_absolute_paths
 from gradveil.engines.devices import local_settings
 from gradveil.errors import ConfigError
 from gradveil.registry import convert
@@ -29,6 +29,7 @@ class UpdateSpec:
         labels: of these images: a list for all updates, or a list of one list an update.
         normalise: what the clients did to images in [0, 1]: none, imagenet, or mean/std as 0.5/0.5.
         defence: what the clients ran, "" if that is not known.
+        public_data: a data set whose first test images are of the same kind, "" if there is none at hand.
         algorithm: fedavg or fedsgd; this and what follows is of local training, see `LocalSettings`.
         epochs: of local training; without this and ``batch_size`` an update is one step on all images.
         batch_size: images a local step; 0 is all of them.
@@ -47,6 +48,7 @@ class UpdateSpec:
     labels: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
     normalise: str = "none"
     defence: str = ""
+    public_data: str = ""
     algorithm: str | None = None
     epochs: int | None = None
     batch_size: int | None = None
@@ -102,6 +104,7 @@ class UpdateSpec:
             **({} if how is None else asdict(how)),
             model=settings.model,
             defence=settings.defence if self.defence else "",
+            public_data=absolute_dataset(self.public_data) if self.public_data else "",
             lr=settings.lr,
             num_examples=count if self.num_examples is None else self.num_examples,
         )

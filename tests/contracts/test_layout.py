@@ -8,9 +8,9 @@ import gradveil
 
 ORDER = [
     "errors", "validate", "randomness", "types", "progress", "registry", "config", "storage", "data", "metrics",
-    "models", "convolution", "layers", "grads", "leak", "accounting", "flat", "defences", "client", "server", "threat",
-    "received", "observe", "attacks", "tripwire", "engines", "membership", "report", "run_folder", "train", "audit",
-    "reproduce", "update_spec", "attack_files", "cli",
+    "models", "generators", "convolution", "layers", "grads", "leak", "accounting", "flat", "defences", "client",
+    "server", "threat", "received", "observe", "attacks", "tripwire", "engines", "membership", "report", "run_folder",
+    "train", "audit", "reproduce", "update_spec", "attack_files", "cli",
 ]  # fmt: skip
 SOURCE = Path(gradveil.__file__).parent
 

@@ -78,6 +78,14 @@ class Attack(AnyAttack):
         """The network that a malicious server broadcasts in place of the honest one, which it may change."""
         return network
 
+    def prepared_on(self, shape: tuple[int, int, int], num_classes: int) -> frozenset[int]:
+        """Keys (`gradveil.data.auxiliary.image_keys`) of the images that the attack was prepared on before.
+
+        None of them may be a target, or it would be remembered rather than found. ``shape`` and ``num_classes`` are of
+        the task.
+        """
+        return frozenset()
+
     @abstractmethod
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Rebuild the images of all targets. Chooses among its own guesses by its own loss."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.parts.adaptive import adapted
+from gradveil.attacks.parts.evolution import Evolution
 from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
-from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs
+from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, BatchedRmsprop
 from gradveil.attacks.parts.search import PARTS, Search, Step, Task, restricted
 from gradveil.attacks.parts.starts import check_start
 from gradveil.progress import part, tell
@@ -30,7 +31,7 @@ class Matching(Attack):
         start: where a search begins; see `gradveil.attacks.parts.starts`.
         local: how several local steps are played again: unroll, line or once.
         stop_below: a target is done when one of its restarts has a loss below this share of a zero guess's.
-        chunk: searches taken together; more do not fit a CPU's cache.
+        chunk: searches (of cma: candidates) taken together; more do not fit a CPU's cache.
         keep: iterates kept for the report, beside the start.
         compile: on, off, or auto: for long searches of single steps, where there is a compiler.
         adapt: which of a known defence's countermoves to play; by default the first, ``none`` plays none.
@@ -157,16 +158,17 @@ def _search(attack: Matching, steps: Sequence[Step], task: Task, rng: torch.Gene
     best = _Best(steps[0].begin(attack.start, task, rng))
     for step in steps:
         best = _Best(best.variables)
-        for rows, flat, loss in _descend(attack, step, task, best, rng):
+        walk = _evolve if step.search.optimiser == "cma" else _descend
+        for rows, flat, loss in walk(attack, step, task, best, rng):
             best.offer(rows, flat, loss)
             tell(number / whole)
             if number in frames:
-                shown.append(step.pictures(best.variables))
+                shown.append(step.pictures(best.variables, task.labels))
             number += 1
         number -= step is not last  # the next one begins where this one ended
-    pictures = last.pictures(best.variables)
+    pictures = last.pictures(best.variables, task.labels)
     shown += [pictures] * (len(frames) - len(shown))  # of a chunk that was done early
-    targets = last.split(best.variables, task.labels)[1]
+    targets = last.targets(best.variables, task.labels)
     labels = task.labels if task.labels is not None else targets.argmax(1).view(task.rows, -1)
     iterates = torch.stack(shown[: len(frames)]) if shown else pictures.new_empty(0, *pictures.shape)
     notes = _noted(last, task, best, pictures)
@@ -187,27 +189,14 @@ def _descend(
     """Yield rows, iterates and their losses. Targets that are done leave, unless the step is compiled for all."""
     search, variables = step.search, best.variables
     rows = torch.arange(task.rows, device=variables.device)
-    if search.optimiser == "lbfgs":
-        optimiser: BatchedLbfgs | BatchedAdam = BatchedLbfgs(variables, lr=search.lr)
-    else:
-        optimiser = BatchedAdam(
-            variables,
-            lr=search.lr,
-            steps=attack.iterations,
-            schedule=search.schedule,
-            sign=search.sign,
-            noise=search.noise,
-            rng=rng,
-            project=(lambda flat: _boxed(step, flat)) if search.boxed else None,
-        )
+    optimiser = _optimiser(attack, step, task, variables, rng)
     closure = step.closure(task)
     enough = attack.stop_below * search.objective.of_nothing(task.wanted)
     for _ in range(attack.iterations):
         before = optimiser.variables
         yield rows, before, optimiser.step(closure)
         if attack.stop_below:
-            open_ = (best.loss > enough).view(-1, attack.restarts).all(1)
-            going = open_.repeat_interleave(attack.restarts)
+            going = _going(attack, best, enough)
             if not bool(going.any()):
                 return
             staying = going[rows]
@@ -216,6 +205,63 @@ def _descend(
                 optimiser.keep(staying)
                 closure = step.closure(task.of(rows))
     yield rows, optimiser.variables, closure(optimiser.variables)[0]
+
+
+def _optimiser(
+    attack: Matching, step: Step, task: Task, variables: Tensor, rng: torch.Generator
+) -> BatchedAdam | BatchedLbfgs | BatchedRmsprop:
+    search = step.search
+    if search.optimiser == "lbfgs":
+        return BatchedLbfgs(variables, lr=search.lr)
+    if search.optimiser == "rmsprop":
+        return BatchedRmsprop(
+            variables,
+            lr=search.lr,
+            rates=step.rates(variables, task),
+            steps=attack.iterations,
+            schedule=search.schedule,
+        )
+    return BatchedAdam(
+        variables,
+        lr=search.lr,
+        steps=attack.iterations,
+        schedule=search.schedule,
+        sign=search.sign,
+        noise=search.noise,
+        rng=rng,
+        project=(lambda flat: _boxed(step, flat)) if search.boxed else None,
+    )
+
+
+def _going(attack: Matching, best: "_Best", enough: Tensor) -> Tensor:
+    """(rows,) which of a chunk's rows are of targets none of whose restarts is good enough yet."""
+    open_ = (best.loss > enough).view(-1, attack.restarts).all(1)
+    return open_.repeat_interleave(attack.restarts)
+
+
+def _evolve(
+    attack: Matching, step: Step, task: Task, best: "_Best", rng: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield rows, the best candidates of each population and their losses. Targets that are done leave."""
+    search, start = step.search, best.variables
+    rows = torch.arange(task.rows, device=start.device)
+    evolution = Evolution(start, spread=search.lr, population=search.population, rng=rng)
+    enough = attack.stop_below * search.objective.of_nothing(task.wanted)
+    yield rows, start, step.losses(start, task)
+    for _ in range(attack.iterations):
+        asked = evolution.ask()  # (rows, population, variables)
+        whose = rows.repeat_interleave(search.population)
+        pieces = zip(*(torch.split(part, attack.chunk) for part in (asked.flatten(0, 1), whose)), strict=True)
+        losses = torch.cat([step.losses(flat, task.of(some)) for flat, some in pieces]).view(len(rows), -1)
+        evolution.tell(losses)
+        loss, at = torch.where(losses.isnan(), torch.inf, losses).min(1)
+        yield rows, asked[torch.arange(len(rows), device=rows.device), at], loss
+        if attack.stop_below:
+            staying = _going(attack, best, enough)[rows]
+            if not bool(staying.any()):
+                return
+            rows = rows[staying]
+            evolution.keep(staying.tolist())
 
 
 def _boxed(step: Step, flat: Tensor) -> Tensor:
@@ -234,6 +280,8 @@ class _Best:
         everything = len(rows) == len(self.loss)
         kept, least = (self.variables, self.loss) if everything else (self.variables[rows], self.loss[rows])
         better = loss < least  # a loss of NaN is never better
+        if not bool(better.any()):
+            return
         kept, least = torch.where(better[:, None], variables, kept), torch.where(better, loss, least)
         if everything:
             self.variables, self.loss = kept, least

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from gradveil.audit.plan import Cell, Rows, facts_of, finite
 from gradveil.audit.settings import AuditSettings
 from gradveil.client import LocalSettings
 from gradveil.data import Dataset, load_dataset
-from gradveil.data.auxiliary import joined, refuse_overlap
+from gradveil.data.auxiliary import image_keys, joined, refuse_overlap
 from gradveil.defences import Budget, Defence, build_defence
 from gradveil.engines.devices import local_settings, make_network
 from gradveil.engines.simulation import chosen_normalisation, usable_device
@@ -53,6 +54,19 @@ def attack_cell(
     rows, pictures = _scored(cell, seen, result, private, budget, share, root)
     bounds = _certified(cell, seen, private, defence)
     return [row | {"certificate": bound} for row, bound in zip(rows, bounds, strict=True)], pictures
+
+
+def refuse_known(attacks: Iterable[Attack], private: list[Batch], dataset: Dataset) -> None:
+    """An error where an attack was prepared on a target."""
+    for attack in attacks:
+        known = attack.prepared_on(dataset.shape, dataset.num_classes)
+        targets = image_keys(torch.cat([batch.images for batch in private]).numpy()).tolist() if known else []
+        same = sum(key in known for key in targets)
+        if same:
+            raise ConfigError(
+                f"Attack {attack.name!r} must not be prepared on its targets, got {same} of {len(targets)} that its "
+                "generator was trained on. Train it on other images: gradveil train-generator --split test."
+            )
 
 
 def _certified(cell: Cell, seen: Observation, private: list[Batch], defence: Defence) -> list[float | None]:

@@ -11,10 +11,11 @@ from typing import Any
 import tomli_w
 import torch
 
+from gradveil.attacks import Attack, build_any_attack
 from gradveil.audit.cells import KEYS, check, columns_of
 from gradveil.audit.plan import Cell, Rows, num_rows, plan
 from gradveil.audit.pool import work_through
-from gradveil.audit.privacy import private_batches
+from gradveil.audit.privacy import private_batches, refuse_known
 from gradveil.audit.settings import AuditSettings, make_audit_settings
 from gradveil.config import read_settings, to_toml
 from gradveil.data import Dataset, load_dataset
@@ -117,6 +118,8 @@ def _begin(
             "Add --resume to go on with it, or choose another --out."
         )
     private = private_batches(settings, dataset)
+    attacks = [build_any_attack(spec) for spec in settings.attacks]
+    refuse_known([attack for attack in attacks if isinstance(attack, Attack)], private, dataset)
     specs = (settings.model, *settings.defences, *settings.attacks)
     files = [settings.weights, *(file for spec in specs for file in own_files(spec))]
     identity = {"data": fingerprint(dataset, files), "settings": _hash(settings)}

@@ -10,10 +10,12 @@ from rich.console import Console
 
 from gradveil.audit.settings import AuditSettings
 from gradveil.cli.attack import attack_command
+from gradveil.cli.generator import train_generator_command
 from gradveil.cli.lists import data_app, describe, list_components
 from gradveil.cli.runs import audit_command, report_command, reproduce_command, train_command, with_options
 from gradveil.config import TrainSettings
 from gradveil.errors import ConfigError, GradveilError, TrainingError, UnknownNameError
+from gradveil.generators.training import GeneratorSettings
 
 app = typer.Typer(
     add_completion=False,
@@ -26,6 +28,7 @@ app.command("describe")(describe)
 app.command("train")(with_options(train_command, TrainSettings))
 app.command("attack")(attack_command)
 app.command("audit")(with_options(audit_command, AuditSettings))
+app.command("train-generator")(with_options(train_generator_command, GeneratorSettings, "File of the weights."))
 app.command("report")(report_command)
 app.command("reproduce")(reproduce_command)
 app.add_typer(data_app, name="data")

@@ -215,10 +215,10 @@ def _given(kind: str, options: Mapping[str, Any], config: Path | None, out: Path
     return {**saved, **(read_settings(config) if config else {}), **given}
 
 
-def with_options(command: Callable[..., None], settings: type) -> Callable[..., None]:
-    """The command with an option for each field of a settings class, beside its own."""
+def with_options(command: Callable[..., None], settings: type, out: str = "Folder of the run.") -> Callable[..., None]:
+    """The command with an option for each field of a settings class, beside its own; ``out`` explains --out."""
     own = {
-        "out": Annotated[Path, typer.Option(help="Folder of the run.")],
+        "out": Annotated[Path, typer.Option(help=out)],
         "config": Annotated[Path | None, typer.Option(help="TOML file with the same settings; options win.")],
         "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT, with its settings.")],
         "workers": Annotated[int | None, typer.Option(help="Processes; 0 is this one only. Never changes results.")],

@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -191,13 +191,18 @@ def _create_own(spec: str, shape: tuple[int, int, int], num_classes: int) -> nn.
     factory = load_own(reference)
     if inspect.isclass(factory) and issubclass(factory, Model):
         return _create_component(spec, shape, num_classes)
+    return call_factory(reference, {"shape": shape, "num_classes": num_classes}, settings)
+
+
+def call_factory(reference: str, offered: Mapping[str, object], settings: Mapping[str, str]) -> nn.Module:
+    """The network that the user's own ``path/file.py:factory`` makes of what is offered, as far as it takes it."""
+    factory = load_own(reference)
     if not callable(factory):
         raise ConfigError(f"{reference!r} must be a function or class that returns a torch.nn.Module, got {factory!r}.")
     try:
         signature = inspect.signature(factory)
     except ValueError as error:
         raise ConfigError(f"{reference!r} must be a function or class written in Python, got {factory!r}.") from error
-    offered = {"shape": shape, "num_classes": num_classes}
     arguments = {**{key: value for key, value in offered.items() if key in signature.parameters}, **settings}
     called = f"({', '.join(arguments) or 'nothing'})"
     try:

@@ -28,7 +28,7 @@ def load_weights(network: nn.Module, path: Path, private: Callable[[str], bool] 
             "Save others with safetensors.torch.save_file(model.state_dict(), path); pickled ones are never opened."
         ) from error
     shared = {name: tensor for name, tensor in network.state_dict().items() if not private(name)}
-    problems = _misfits(shared, tensors)
+    problems = misfits(shared, tensors)
     if problems:
         raise ConfigError(
             f"Weights {str(path)!r} must have the names and shapes of the network, got {'; '.join(problems)}. "
@@ -37,7 +37,7 @@ def load_weights(network: nn.Module, path: Path, private: Callable[[str], bool] 
     network.load_state_dict(tensors, strict=False)
 
 
-def _misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
+def misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
     """What keeps ``given`` from being loaded, a phrase for each sort of trouble."""
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in given if name not in wanted]

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradveil.attacks.parts.objectives import Objective
+from gradveil.attacks.parts.objectives import SLICES, Objective, sliced_wasserstein
 from gradveil.errors import UnknownNameError
 
 
@@ -59,3 +59,37 @@ def test_cosine_of_a_zero_gradient_is_finite():
 def test_unknown_kind():
     with pytest.raises(UnknownNameError, match="cosine"):
         Objective("cosin")
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 20))
+def test_grnns_distances(seed):
+    guess, target = pair(seed=seed)
+    square = Objective("l2")(guess, target)
+    assert torch.allclose(Objective("l2+norm")(guess, target), square + square.sqrt())
+    apart = sum(
+        sliced_wasserstein(a, b)
+        for a, b in ((guess["w"], target["w"]), (guess["b"][:, None, None], target["b"][:, None, None]))
+    )
+    assert torch.allclose(Objective("l2+sliced")(guess, target), square + apart)
+    half = Objective("l2+sliced", weights={"b": 0.0, "w": 0.5})(guess, target)
+    only = (guess["w"] - target["w"]).flatten(1).square().sum(1) + sliced_wasserstein(guess["w"], target["w"])
+    assert torch.allclose(half, only / 2)
+
+
+def test_the_sliced_distance_against_a_loop_and_its_laws():
+    rng = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2, 5, 3, generator=rng, dtype=torch.float64) for _ in range(2))
+    directions = torch.randn(3, SLICES, generator=torch.Generator().manual_seed(0)).double()
+    for target in range(2):
+        squares = []
+        for direction in (directions / directions.norm(dim=0)).T:
+            a, b = (sorted((cloud[target] @ direction).tolist()) for cloud in (first, second))
+            squares.append(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / 5)
+        expected = (sum(squares) / SLICES) ** 0.5
+        assert sliced_wasserstein(first, second)[target].item() == pytest.approx(expected)
+    shuffled = first[:, torch.randperm(5, generator=rng)]
+    assert sliced_wasserstein(first, shuffled).max() < 1e-9  # clouds have no order
+    line = first[..., :1]
+    moved = sliced_wasserstein(line, line + 0.3)
+    assert torch.allclose(moved, torch.full_like(moved, 0.3))

@@ -1,9 +1,11 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, decay, signed
+from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, BatchedRmsprop, decay, signed
 from gradveil.errors import UnknownNameError
 
 
@@ -141,3 +143,62 @@ def test_signs():
     assert (signed(gradient, "soft", 1.0).abs() >= signed(gradient, "soft", 0.0).abs()).all()
     with pytest.raises(UnknownNameError, match="hard"):
         signed(gradient, "heard", 0)
+
+
+@settings(deadline=None, max_examples=10)
+@given(count=st.integers(1, 4), momentum=st.sampled_from([0.0, 0.5, 0.99]), seed=st.integers(0, 99))
+def test_equals_torch_rmsprop_on_every_target_and_variable(count, momentum, seed):
+    loss, starts = problems(count, 6, seed)
+    rates = torch.tensor([1.0, 1.0, 1.0, 5.0, 5.0, 0.5], dtype=torch.float64)
+
+    def closure(x):
+        leaf = x.detach().requires_grad_()
+        values = loss(leaf, slice(None))
+        return values.detach(), torch.autograd.grad(values.sum(), leaf)[0]
+
+    ours = BatchedRmsprop(starts, lr=1e-3, rates=rates, steps=5, momentum=momentum)
+    for _ in range(5):
+        ours.step(closure)
+    for target in range(count):
+        pieces = [piece.clone().requires_grad_() for piece in starts[target].split([3, 2, 1])]
+        groups = [{"params": [piece], "lr": lr} for piece, lr in zip(pieces, (1e-3, 5e-3, 5e-4), strict=True)]
+        theirs = torch.optim.RMSprop(groups, lr=1e-3, alpha=0.99, momentum=momentum)
+        for _ in range(5):
+            theirs.zero_grad()
+            loss(torch.cat(pieces)[None], slice(target, target + 1)).sum().backward()
+            theirs.step()
+        assert torch.allclose(torch.cat(pieces), ours.variables[target], rtol=1e-6)
+
+
+def test_targets_can_leave_rmsprop():
+    aims = torch.tensor([[1.0], [2.0], [3.0]])
+
+    def closure(x, aims=aims):
+        return (x - aims).square().sum(1), 2 * (x - aims)
+
+    whole, part = (BatchedRmsprop(torch.zeros(3, 1), lr=1e-2, rates=torch.ones(1), steps=2) for _ in range(2))
+    for optimiser in (whole, part):
+        optimiser.step(closure)
+    staying = torch.tensor([True, False, True])
+    part.keep(staying)
+    whole.step(closure)
+    part.step(lambda x: closure(x, aims[staying]))
+    assert torch.equal(part.variables, whole.variables[staying])
+
+
+def test_rmsprop_slows_down_by_its_schedule():
+    def closure(x):
+        return x.sum(1), torch.ones_like(x)
+
+    steps = {}
+    for schedule in ("constant", "steps"):
+        optimiser = BatchedRmsprop(
+            torch.zeros(1, 1), lr=1.0, rates=torch.ones(1), steps=8, schedule=schedule, kept=0.0, momentum=0.0
+        )
+        places = [float(optimiser.variables)]
+        for _ in range(8):
+            optimiser.step(closure)
+            places.append(float(optimiser.variables))
+        steps[schedule] = [a - b for a, b in pairwise(places)]
+    assert steps["constant"] == pytest.approx([1.0] * 8, abs=1e-5)
+    assert steps["steps"] == pytest.approx([1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.001], abs=1e-5)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gradveil.attacks.parts.search import Search
+from gradveil.attacks.parts.search import Priors, Search
 from gradveil.defences.base import Arrived, Countermove
 from gradveil.errors import UnknownNameError
 from gradveil.models.base import normalisation_of
@@ -45,8 +45,9 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     .. math:: \sum_l \frac{\|g_l - \hat g_l\|_2^2}{2 \sigma_l^2} + \frac{1}{b} \sum_{ij} |x_i - x_j|
 
     (an absolute value times :math:`\sqrt 2 / \sigma_l` for Laplace noise), where neighbouring pixels differ by
-    Laplace noise of scale b, `ROUGHNESS`; both terms are divided by the number of pixels. From noise that would often
-    end where all gradients vanish, so it starts where the attack's own distance ends.
+    Laplace noise of scale b, `ROUGHNESS`; both terms are divided by the number of pixels. A generator that was trained
+    on images stands for the second term. From noise that would often end where all gradients vanish, so it starts where
+    the attack's own distance ends.
 
     Args:
         search: as the attack has it.
@@ -78,10 +79,16 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
             * (move.noise[name] / math.sqrt(2) if objective.kind == "l1" else move.noise[name] ** 2)
             for name, weight in weights.items()
         ),
-        priors=replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS)),
+        priors=_smooth(search, seen),
         move=move,
         first=replace(search, move=move, objective=replace(search.objective, weights=move.weights)),
     )
+
+
+def _smooth(search: Search, seen: Observation) -> Priors:
+    if search.decoder is not None and search.decoder.knows_images:
+        return search.priors
+    return replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS))
 
 
 def _numel(seen: Observation, name: str) -> int:

@@ -1,7 +1,8 @@
 """Optimisers for many independent problems at once: row t of every variable belongs to target t.
 
-`BatchedAdam` equals `torch.optim.Adam`, `BatchedLbfgs` equals `torch.optim.LBFGS` (without line search), each on every
-target by itself. From both, targets that are done can leave (`keep`).
+`BatchedAdam` equals `torch.optim.Adam`, `BatchedRmsprop` equals `torch.optim.RMSprop`, `BatchedLbfgs` equals
+`torch.optim.LBFGS` (without line search), each on every target by itself. From all, targets that are done can leave
+(`keep`).
 """
 
 import math
@@ -109,6 +110,50 @@ class BatchedAdam:
 
 _BETAS = (0.9, 0.999)
 _EPSILON = 1e-8
+
+
+class BatchedRmsprop:
+    """RMSprop with momentum on T independent problems.
+
+    Args:
+        variables: (T, D).
+        lr: the rate.
+        rates: (D,) factors on it.
+        steps: how many there will be, for the schedule.
+        schedule: as in `decay`.
+        kept: share of the running mean of squares that a step keeps.
+        momentum: share of the last step that is added to the next.
+    """
+
+    def __init__(
+        self,
+        variables: Tensor,
+        *,
+        lr: float,
+        rates: Tensor,
+        steps: int,
+        schedule: str = "constant",
+        kept: float = 0.99,
+        momentum: float = 0.99,
+    ) -> None:
+        self.variables = variables.detach().clone()
+        self._rates, self._kept, self._momentum = (-lr * rates).to(variables), kept, momentum
+        self._steps, self._schedule, self._number = steps, schedule, 0
+        self._square, self._step = torch.zeros_like(variables), torch.zeros_like(variables)
+
+    def step(self, closure: Closure) -> Tensor:
+        """One step; returns the losses before it, (T,)."""
+        loss, gradient = closure(self.variables)
+        self._square.mul_(self._kept).addcmul_(gradient, gradient, value=1 - self._kept)
+        self._step.mul_(self._momentum).addcdiv_(gradient, self._square.sqrt().add_(_EPSILON))
+        share = decay(self._schedule, self._number, self._steps)
+        self._number += 1
+        self.variables = torch.addcmul(self.variables, self._step, self._rates, value=share)
+        return loss
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with some of the targets, given as a mask."""
+        self.variables, self._square, self._step = (t[rows] for t in (self.variables, self._square, self._step))
 
 
 class BatchedLbfgs:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradveil.attacks.parts.compiled import compiled
+from gradveil.attacks.parts.decoders import Decoder
 from gradveil.attacks.parts.local_training import Replay, replaced_outputs
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.optimisers import Closure
@@ -52,15 +53,17 @@ class Search:
     Attributes:
         objective: how far a guess's update is from the one seen.
         priors: penalties on the guess itself.
-        optimiser: adam or lbfgs.
+        optimiser: adam, lbfgs, rmsprop or cma (whose first standard deviation is the rate).
         lr: its rate.
-        schedule: constant, steps or cosine (adam).
+        schedule: constant, steps or cosine (adam, rmsprop).
         sign: none, hard or soft (adam): what becomes of the gradient first.
         noise: of standard deviation this times the rate, added to each step (adam).
         boxed: whether guesses are kept inside [0, 1].
         move: the answer to a defence that the attacker knows: what it makes of a guess, hides and leaves to compare.
         first: a search of as many steps, whose best guesses this one starts from.
         residual: the distance that the truth itself is expected to have, under noise.
+        decoder: what makes images of the numbers that are searched; None searches pixels.
+        population: candidates a step (cma).
     """
 
     objective: Objective = field(default_factory=Objective)
@@ -74,6 +77,8 @@ class Search:
     move: Countermove = field(default_factory=Countermove)
     first: "Search | None" = None
     residual: float = 0.0
+    decoder: Decoder | None = None
+    population: int = 1
 
     @property
     def phases(self) -> "list[Search]":
@@ -166,7 +171,8 @@ class Step:
         self.device = self._like.device
         self.space = Space(seen.network, seen.shape, self._like)
         self.batch_size = replay.batch_size
-        self.num_pixels = self.batch_size * self.space.size
+        self.decoder = search.decoder
+        self.num_pixels = self.batch_size * self.space.size if self.decoder is None else self.decoder.size
         self._num_decoys = self.batch_size * search.move.decoys
         draws = search.move.unknowns
         self._unknowns = {name: draw(1, torch.Generator()).shape[1] for name, draw in draws.items()}
@@ -186,7 +192,11 @@ class Step:
 
     def begin(self, start: str, task: Task, rng: torch.Generator) -> Tensor:
         """First guesses: images, logits of soft labels where labels are searched, decoys, secret outputs."""
-        parts = [begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng).to(self._like)]
+        if self.decoder is None:
+            first = begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng)
+        else:
+            first = self.decoder.begin(task.rows, rng)
+        parts = [first.to(self._like)]
         images = self.batch_size if task.labels is None else 0
         sizes = [images * self.seen.num_classes] * bool(images)
         sizes += [self._num_decoys * size for size in (self.space.size, self.seen.num_classes)] * bool(self._num_decoys)
@@ -194,13 +204,12 @@ class Step:
         parts += [draw(task.rows, rng).to(self._like) for draw in self.search.move.unknowns.values()]
         return torch.cat(parts, 1)
 
-    def split(self, flat: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Normalised images (rows * B, C, H, W), and labels (rows * B,) or soft ones (rows * B, classes)."""
-        images = flat[:, : self.num_pixels].reshape(-1, *self.seen.shape)
+    def targets(self, flat: Tensor, labels: Tensor | None) -> Tensor:
+        """The guesses' labels (rows * B,), or soft ones (rows * B, classes) where they are searched."""
         if labels is not None:
-            return images, labels.reshape(-1)
+            return labels.reshape(-1)
         logits = flat[:, self.num_pixels :][:, : self.batch_size * self.seen.num_classes]
-        return images, logits.reshape(-1, self.seen.num_classes).softmax(1)
+        return logits.reshape(-1, self.seen.num_classes).softmax(1)
 
     def decoys(self, flat: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
         """Pixels and soft labels of the images that the defence hides; None without any.
@@ -224,9 +233,27 @@ class Step:
         searched = torch.split(flat[:, flat.shape[1] - sum(sizes) :], sizes, 1)
         return {**task.outputs, **dict(zip(self._unknowns, searched, strict=True))}
 
-    def pictures(self, flat: Tensor) -> Tensor:
+    def _images(self, flat: Tensor, labels: Tensor | None) -> Tensor:
+        """Normalised images (rows * B, C, H, W)."""
+        own = flat[:, : self.num_pixels]
+        if self.decoder is None:
+            return own.reshape(-1, *self.seen.shape)
+        return self.space.from_pixels(self.decoder.pictures(own, labels))
+
+    @torch.no_grad()
+    def pictures(self, flat: Tensor, labels: Tensor | None) -> Tensor:
         """Images (rows, B, C, H, W) in [0, 1]."""
-        return self.space.to_pixels(flat[:, : self.num_pixels].view(len(flat), -1, *self.seen.shape)).clamp(0, 1)
+        images = self._images(flat, labels).view(len(flat), -1, *self.seen.shape)
+        return self.space.to_pixels(images).clamp(0, 1)
+
+    def rates(self, flat: Tensor, task: Task) -> Tensor:
+        """Factors on the rate for each variable: the decoder's for its own and for searched labels, else 1."""
+        factors = torch.ones(flat.shape[1])
+        if self.decoder is not None:
+            factors[: self.num_pixels] = self.decoder.rates()
+            if task.labels is None:
+                factors[self.num_pixels :][: self.batch_size * self.seen.num_classes] = self.decoder.label_rate
+        return factors.to(flat)
 
     def guessed(self, pixels: Tensor, flat: Tensor, task: Task) -> Tensors:
         """What images in [0, 1] would have led to, as far as the attacker knows the client.
@@ -234,7 +261,7 @@ class Step:
         ``flat`` has their labels, and all else that is searched.
         """
         wanted, outputs = task.wanted, self.outputs(flat, task)
-        targets = self.split(flat, task.labels)[1]
+        targets = self.targets(flat, task.labels)
         guess = self.replay(pixels, targets, wanted, outputs)
         decoys = self.decoys(flat, targets)
         if decoys is not None:
@@ -277,9 +304,17 @@ class Step:
             log.info("The search is not compiled: %s", error)
 
     def _evaluate(self, flat: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        priors, rows = self.search.priors, len(flat)
         leaf = flat.detach().requires_grad_()
-        images = self.split(leaf, task.labels)[0]
+        loss = self._loss(leaf, task)
+        return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
+
+    def losses(self, flat: Tensor, task: Task) -> Tensor:
+        """(rows,) losses alone, for optimisers that need no gradient."""
+        return self._loss(flat.detach(), task).detach()
+
+    def _loss(self, leaf: Tensor, task: Task) -> Tensor:
+        priors, rows = self.search.priors, len(leaf)
+        images = self._images(leaf, task.labels)
         pixels = self.space.to_pixels(images)
         with watched(self.seen.network) as statistics:
             guess = self.guessed(pixels, leaf, task)
@@ -301,7 +336,9 @@ class Step:
             groups = images.view(-1, self._restarts, self.batch_size, *self.seen.shape)  # (targets, restarts, B, ...)
             apart = group_consistency(groups.transpose(0, 1).flatten(1, 2))  # (restarts, targets * B)
             loss = loss + priors.group * apart.view(self._restarts, -1, self.batch_size).mean(2).T.flatten()
-        return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
+        if self.decoder is not None:
+            loss = loss + self.decoder.penalty(leaf[:, : self.num_pixels], pixels)
+        return loss
 
 
 def _trained_statistics(network: nn.Module, groups: Tensor, outputs: Tensors) -> Statistics:
