@@ -16,7 +16,7 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.federated import FederatedData, federate
 from gradveil.defences import Defence, build_defence
-from gradveil.engines.devices import defended, is_private, make_network
+from gradveil.engines.devices import defended, is_private, make_network, refuse_in_part
 from gradveil.engines.in_process import InProcess
 from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError, DivergedError, RunFolderError
@@ -40,6 +40,7 @@ class Simulation:
         workers: processes that train clients; 0 trains in this process, None takes one a core.
         clients_folder: where clients keep their private files; by default a temporary folder.
         dataset: a data set at hand, in place of the named one.
+        aux: public images at hand, in place of the named ones.
         defence: a defence object, in place of the named one (needs ``workers=0``).
         network: builds the network, in place of the named model (needs ``workers=0``).
 
@@ -59,6 +60,7 @@ class Simulation:
         workers: int | None = None,
         clients_folder: Path | None = None,
         dataset: Dataset | None = None,
+        aux: Dataset | None = None,
         defence: Defence | None = None,
         network: Callable[[], nn.Module] | None = None,
     ) -> None:
@@ -67,6 +69,7 @@ class Simulation:
             raise ConfigError(f"workers must be 0 when a defence or network object is given, got {workers}.")
         self.settings = settings
         self.defence = defence or build_defence(settings.defence)
+        refuse_in_part(self.defence, settings)
         device = usable_device(settings.device)
         self.dataset = dataset or load_dataset(settings.dataset, data_root)
         guards = self.defence.early_clients(settings.clients)
@@ -80,7 +83,7 @@ class Simulation:
             settings.clients,
             settings.sensitive,
             settings.seed,
-            load_dataset(settings.aux, data_root) if settings.aux else None,
+            aux or (load_dataset(settings.aux, data_root) if settings.aux else None),
             guards,
         )
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
