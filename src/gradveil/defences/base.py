@@ -91,6 +91,8 @@ class Countermove:
         decoys: images that the defence hides behind each private one; the attacker searches them too, with unknown soft
             labels and no prior, and adds their mean gradient to the guess's before ``sent``.
         own_label: share of the private image's own label in those of its decoys.
+        separate: whether the attacker first tries to tell the private image's part of the gradient from its decoy's by
+            linear algebra; what is told apart is matched without decoys.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -101,6 +103,7 @@ class Countermove:
     look: Callable[[Tensors], Tensors] | None = None
     decoys: int = 0
     own_label: float = 0.0
+    separate: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -114,12 +114,16 @@ class Dcs2(Defence):
         return projected(whole, gradient, self.margin)
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Search a concealed sample with unknown soft label beside each image: ``joint``.
+        """Take the concealed sample's part out of the gradient (``separate``), or search it beside the image (``joint``).
 
-        A mixture of two labels weights the two losses of Eq. 10 as they are, for cross-entropy is linear in labels.
+        Eq. 10 adds the gradient of one more image, whose label is a mixture of two, for cross-entropy is linear in
+        labels. Where it can't be taken out (batches, unknown labels), ``separate`` is ``joint``, with a soft label that
+        is searched too.
         """
-        scaled = None if self.divisor == 1 else partial(_divided, divisor=self.divisor)
-        return {"joint": Countermove(scaled, decoys=1, own_label=1 - self.lambda_g)}
+        scaled = None if self.divisor == 1 else partial(_times, factor=1 / self.divisor)
+        whole = None if self.divisor == 1 else lambda seen: _times(seen, seen, factor=self.divisor)
+        joint = Countermove(scaled, decoys=1, own_label=1 - self.lambda_g)
+        return {"separate": replace(joint, sent=None, look=whole, separate=True), "joint": joint}
 
     def conceal(self, network: nn.Module, sensitive: Batch, client: Client) -> Batch:
         """A concealed sample for each image; labels are those of their starts, as probabilities."""
@@ -250,5 +254,5 @@ def _probabilities(labels: Tensor, num_classes: int) -> Tensor:
     return F.one_hot(labels, num_classes).float() if labels.dim() == 1 else labels
 
 
-def _divided(guess: Tensors, seen: Tensors, *, divisor: float) -> dict[str, Tensor]:
-    return {name: tensor / divisor for name, tensor in guess.items()}
+def _times(guess: Tensors, seen: Tensors, *, factor: float) -> dict[str, Tensor]:
+    return {name: tensor * factor for name, tensor in guess.items()}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gradveil.attacks.parts.search import Search
+from gradveil.attacks.parts.separation import KEEP, PROJECT, projected, separated
 from gradveil.defences.base import Arrived, Countermove
 from gradveil.errors import UnknownNameError
 from gradveil.models.base import normalisation_of
@@ -48,6 +49,8 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     if choice and choice not in moves:
         raise UnknownNameError(f"countermove to {seen.defence.spec}", choice, moves)
     move = moves[choice] if choice else next(iter(moves.values()))
+    if move.separate and (separate := _separating(move, seen)) is not None:
+        move = separate
     objective = replace(search.objective, kind=move.distance or search.objective.kind, weights=move.weights)
     if not move.noise:
         own = replace(search, objective=replace(search.objective, weights=move.weights), move=replace(move, sent=None))
@@ -71,6 +74,16 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
         move=move,
         first=replace(search, move=move, objective=replace(search.objective, weights=move.weights)),
     )
+
+
+def _separating(move: Countermove, seen: Observation) -> Countermove | None:
+    """The move that compares what could be told from the decoys; None where nothing could."""
+    gradients = seen.mean_gradients if move.look is None else move.look(seen.mean_gradients)
+    found = separated(seen, gradients, move.own_label)
+    if found is None:
+        return None
+    weights = {name: 0.0 for name in found if name.startswith((KEEP, PROJECT))}
+    return Countermove(projected, weights=weights, look=lambda _: found)
 
 
 def _numel(seen: Observation, name: str) -> int:
