@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradveil.defences.base import Arrived, Client, Countermove, Defence
 from gradveil.errors import DefenceError
-from gradveil.grads import example_gradients
+from gradveil.grads import example_gradients, gradients_and_outputs
 from gradveil.models.base import Normalisation, normalisation_of
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
@@ -114,7 +114,7 @@ class Dcs2(Defence):
         return projected(whole, gradient, self.margin)
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Take the concealed sample's part out of the gradient (``separate``), or search it beside the image (``joint``).
+        """Take the concealed sample's part out of the gradient (``separate``), or search it too (``joint``).
 
         Eq. 10 adds the gradient of one more image, whose label is a mixture of two, for cross-entropy is linear in
         labels. Where it can't be taken out (batches, unknown labels), ``separate`` is ``joint``, with a soft label that
@@ -168,10 +168,10 @@ class Dcs2(Defence):
         self, network: nn.Module, pixels: Tensor, labels: Tensor, away: Tensor, wanted: Tensor, logits: Tensor
     ) -> Tensor:
         """Eq. 9, (N,)."""
-        ours = _flat(example_gradients(network, pixels, labels, create_graph=True))
-        alike = F.cosine_similarity(ours, wanted, dim=1)
+        gradients, ours = gradients_and_outputs(network, pixels, labels)
+        alike = F.cosine_similarity(_flat(gradients), wanted, dim=1)
         tiny = torch.finfo(logits.dtype).tiny
-        off = (network(pixels) - logits).norm(dim=1) / logits.norm(dim=1).clamp_min(tiny)
+        off = (ours - logits).norm(dim=1) / logits.norm(dim=1).clamp_min(tiny)
         distance = away.flatten(1).square().sum(1).clamp_min(tiny).sqrt()
         loss: Tensor = 1 - alike + torch.exp(-self.lambda_x * distance) + self.lambda_z * (off - self.epsilon)
         return loss

@@ -91,7 +91,7 @@ _DEEP = (Size(1, 3, 2, 8, 1), Size(2, 150, 100, 64, 4, 5))
 TASKS = {
     "mnist": Task(
         "MNIST", ("mnist-5k", "mnist"), ("lenet-dlg", "lenet-dlg"),
-        _sizes(Size(2, 60, 20, 20, 2), Size(8, 2000, 1000, 200, 20, 60), Size(64, 10_000, 1000, 200, 200, 1000)),
+        _sizes(Size(2, 30, 10, 20, 2), Size(8, 2000, 1000, 200, 20, 60), Size(64, 10_000, 1000, 200, 200, 1000)),
         _defences(1e-2, 0.7, 0.2, "dcs2"),
     ),
     "cifar10": Task(
@@ -133,7 +133,8 @@ def load_images(lab: Lab, task: Task) -> Images:
     whole = resized(load_dataset(named, lab.data_root), task.side)
     order = np.random.default_rng(derive_seed(lab.seed, "dcs2", "proxy")).permutation(len(whole.train))
     free = min(lab.pick(64, 500, 5000), len(order) // 4)
-    tested = np.arange(min(lab.pick(100, 1000, len(whole.test)), len(whole.test)))
+    most = min(lab.pick(100, 1000, len(whole.test)), len(whole.test))
+    tested = np.linspace(0, len(whole.test) - 1, most).astype(int)  # a set may be sorted by class
     data = replace(whole, train=chosen(whole.train, order[free:]), test=chosen(whole.test, tested))
     return Images(data, replace(whole, train=chosen(whole.train, order[:free])))
 

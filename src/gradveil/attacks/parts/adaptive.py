@@ -82,7 +82,9 @@ def _separating(move: Countermove, seen: Observation) -> Countermove | None:
     found = separated(seen, gradients, move.own_label)
     if found is None:
         return None
-    weights = {name: 0.0 for name in found if name.startswith((KEEP, PROJECT))}
+    sizes = {name: float(tensor.flatten(1).square().sum(1).mean()) for name, tensor in found.items()}
+    counts = {name: size > 0 and not name.startswith((KEEP, PROJECT)) for name, size in sizes.items()}
+    weights = {name: 1 / size if counts[name] else 0.0 for name, size in sizes.items()}  # all tensors count alike
     return Countermove(projected, weights=weights, look=lambda _: found)
 
 

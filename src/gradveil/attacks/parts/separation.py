@@ -1,16 +1,16 @@
 r"""Tell a private image's gradient from that of the decoy which a defence hides behind it, by linear algebra alone.
 
-The gradient of a network's last Linear is :math:`\delta_s h_s^T + \delta_c h_c^T`, of rank two: features and error of the
-private image s and of its decoy c. Both h lie in a known plane, and the four numbers that place them there must explain
+The gradient of a network's last Linear is :math:`\delta_s h_s^T + \delta_c h_c^T`, of rank two: features and error of
+the private image s and of its decoy c. Both h lie in a known plane, and four numbers that place them there must explain
 
 .. math:: \delta_s = \mathrm{softmax}(W h_s + b) - e_y, \quad
     \delta_c = \mathrm{softmax}(W h_c + b) - (1 - \lambda) e_z - \lambda e_y
 
 for some class z: three equations a class, which leave no doubt. From there it goes backwards as in R-GAP. The errors of
-a layer's output are known of both images, so its gradient is linear in the two inputs, :math:`M_s x_s + M_c x_c`. What the
-projection P leaves that :math:`M_c` does not reach speaks of the private image alone. Where these equations, with those of
-the output, are enough, :math:`x_s` is solved for, then :math:`x_c`, and the layer before is next. Where they are not, the
-projected gradient is still the private image's own.
+a layer's output are known of both images, so its gradient is linear in the two inputs, :math:`M_s x_s + M_c x_c`. What
+the projection P leaves that :math:`M_c` does not reach speaks of the private image alone. Where these equations, with
+those of the output, are enough, :math:`x_s` is solved for, then :math:`x_c`, and the layer before is next. Where they
+are not, the projected gradient is still the private image's own.
 
 What comes out is the private image's own gradient as far as it could be told: an attack matches it as if there were no
 defence, and leaves out the rest.
@@ -21,6 +21,7 @@ Fails: where both errors are the same but for a factor, so that the plane is a l
 Reference: this package's own; R-GAP, https://arxiv.org/abs/2010.07733, has the equations of one image.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +49,8 @@ STARTS, STEPS = 12, 60
 """Searches for the four numbers for each class z, and steps of each."""
 EXPLAINED = 1e-3
 """The largest relative misfit at which equations count as solved."""
+EXACT = 1e-7
+"""The relative misfit at which a search needs to look no further: what float32 allows."""
 THIN = 1e-5
 """The plane counts as one if its second direction has this share of the first; float32 has 1e-7."""
 LARGEST = 30_000_000
@@ -127,9 +130,7 @@ def _last_linear(seen: Observation) -> str | None:
 # --- The last layer ---------------------------------------------------------------------------------------------------
 
 
-def split_last(
-    gradients: Tensors, name: str, seen: Observation, label: int, share: float
-) -> tuple[Half, Half] | None:
+def split_last(gradients: Tensors, name: str, seen: Observation, label: int, share: float) -> tuple[Half, Half] | None:
     """The private image and the decoy at the last layer; None where nothing explains its gradient.
 
     Labels tell which is which. Where z is the private label too, the private one is whose features are nearer to those
@@ -142,6 +143,7 @@ def split_last(
     if len(sizes) < 2 or not bool(sizes[1] > THIN * sizes[0]):
         return None
     plane = right[:2] * sizes[0]  # (2, features); places in it are of order one
+    outputs = plane @ weight.T  # (2, classes)
     inside = seen_weight @ right[:2].T / sizes[0]  # (classes, 2)
     own = F.one_hot(torch.tensor(label), len(bias)).double()
     theirs = (1 - share) * torch.eye(len(bias), dtype=torch.float64) + share * own  # a line for each z
@@ -151,11 +153,11 @@ def split_last(
 
     def misfit(place: Tensor, target: Tensor) -> Tensor:
         errors = inside @ _inverse(place)  # (classes, 2)
-        logits = place @ (plane @ weight.T) + bias  # (2, classes)
+        logits = place @ outputs + bias  # (2, classes)
         explained = logits.softmax(1) - target
         return torch.cat([(errors.T - explained).flatten(), errors.sum(1) - seen_bias])
 
-    places, costs = _levenberg(misfit, places, labels)
+    places, costs = _levenberg(misfit, places, labels, EXACT * float(seen_bias.norm()))
     best = int(costs.nan_to_num(torch.inf).argmin())
     if not float(costs[best]) <= EXPLAINED * float(seen_bias.norm()) + 1e-12:
         return None
@@ -175,8 +177,14 @@ def _inverse(matrix: Tensor) -> Tensor:
     return adjoint / torch.where(determinant.abs() < 1e-12, 1e-12, determinant)
 
 
-def _levenberg(misfit, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def] # noqa: ANN001
-    """Levenberg-Marquardt on many small problems at once; returns the places and the norms of their misfits."""
+def _levenberg(
+    misfit: Callable[[Tensor, Tensor], Tensor], places: Tensor, targets: Tensor, enough: float
+) -> tuple[Tensor, Tensor]:
+    """Levenberg-Marquardt on many small problems at once, until one misfit is small enough.
+
+    Returns:
+        The places, and the norms of their misfits.
+    """
     function = torch.func.vmap(misfit)
     slope = torch.func.vmap(torch.func.jacfwd(misfit))
     rest, damping = function(places, targets), torch.ones(len(places), dtype=places.dtype)
@@ -185,13 +193,15 @@ def _levenberg(misfit, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]
         jacobian = slope(places, targets).flatten(2)  # (N, equations, 4)
         square = jacobian.mT @ jacobian
         damped = square + torch.diag_embed(damping[:, None] * square.diagonal(dim1=1, dim2=2) + 1e-15)
-        step = torch.linalg.lstsq(damped, jacobian.mT @ rest[..., None]).solution.view_as(places)
+        step = torch.linalg.solve_ex(damped, jacobian.mT @ rest[..., None])[0].view_as(places)
         tried = places - step
         after = function(tried, targets)
         better = after.norm(dim=1) < cost
         places = torch.where(better[:, None, None], tried, places)
         rest = torch.where(better[:, None], after, rest)
         cost = rest.norm(dim=1)
+        if bool(cost.nan_to_num(torch.inf).min() < enough):
+            break
         damping = torch.where(better, damping / 5, damping * 3).clamp(1e-12, 1e12)
     return places, cost
 
@@ -254,7 +264,8 @@ def unreached(matrix: Tensor) -> Tensor:
     """
     left, sizes, _ = torch.linalg.svd(matrix, full_matrices=False)
     basis = left[:, sizes > 1e-7 * sizes.max().clamp_min(torch.finfo(sizes.dtype).tiny)]
-    return torch.eye(len(matrix), dtype=matrix.dtype) - basis @ basis.T
+    left_over: Tensor = torch.eye(len(matrix), dtype=matrix.dtype) - basis @ basis.T
+    return left_over
 
 
 def _solved(layer: Layer, drive: tuple[Tensor, Tensor], matrix: Tensor, wanted: Tensor) -> Tensor | None:
@@ -277,7 +288,7 @@ def _solved(layer: Layer, drive: tuple[Tensor, Tensor], matrix: Tensor, wanted: 
     forward = weight_matrix(layer)
     blocks = [
         (forward * certain[:, None], output * certain, largest_row(forward)),
-        (torch.block_diag(*[matrix] * channels), wanted.flatten(), largest_row(matrix)),
+        (torch.kron(torch.eye(channels, dtype=matrix.dtype), matrix), wanted.flatten(), largest_row(matrix)),
     ]
     equations = torch.cat([rows / size for rows, _, size in blocks])
     sides = torch.cat([side / size for _, side, size in blocks])
