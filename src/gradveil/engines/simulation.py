@@ -23,6 +23,7 @@ from gradveil.errors import ConfigError, DivergedError, RunFolderError
 from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation, parse_normalisation
 from gradveil.server import Engine, Round, ScoreRequest, learning_rate, play_round
+from gradveil.tripwire import hearing
 
 MOST_PERSONAL = 200
 """Clients with a model of their own that are scored on all test images at the end."""
@@ -139,9 +140,11 @@ class Simulation:
     def _step(self, number: int) -> tuple[Row, Round]:
         started = time.perf_counter()
         self.net.receive(self.net.shared_vector(self.model))
-        played = play_round(
-            number, self.settings, self.defence, self.engine, self.sizes, self.net.module, self.model, self.server_state
-        )
+        with hearing() as alarms:
+            played = play_round(
+                number, self.settings, self.defence, self.engine, self.sizes, self.net.module, self.model,
+                self.server_state,
+            )  # fmt: skip
         self.model = played.model
         seconds = time.perf_counter() - started
         due = number % self.settings.eval_every == 0 or number == self.settings.rounds
@@ -154,6 +157,8 @@ class Simulation:
             "clients": len(played.clients),
             "seconds": round(seconds, 4),
         }
+        if self.settings.tripwire != "off":
+            row["tripwire_warnings"] = len(alarms)  # clients that found a trap
         return row, played
 
     def client_rows(self, round_number: int) -> list[Row]:
