@@ -24,9 +24,10 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv-bench/installed  ## speed against a plain loop, Flower's simulation and breaching's attack, in one run each
+bench: .venv-bench/installed  ## speed against a plain loop, Flower's simulation and breaching's attack, and concealing many images at once, in one run each
 	.venv-bench/bin/python benchmarks/simulation.py
 	.venv-bench/bin/python benchmarks/attacks.py --grow
+	.venv-bench/bin/python benchmarks/dcs2.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -348,5 +348,10 @@ def _estimated_row_norms(
         for start in range(0, probes, chunk):
             shape = (min(chunk, probes - start), *inputs.shape)
             tangents = torch.randn(shape, generator=rng, dtype=inputs.dtype).to(inputs.device)
-            total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
+            try:
+                total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
+            except NotImplementedError as error:
+                raise ConfigError(
+                    f"probes must be 0 for a network that can't be differentiated forward, got {probes}: {error}"
+                ) from error
     return (total / probes).sqrt()
