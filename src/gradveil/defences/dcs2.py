@@ -47,9 +47,10 @@ class Dcs2(Defence):
     Only images marked sensitive are concealed. Concealed samples see the network in evaluation mode.
 
     Threat model: a curious server that takes the update for that of the client's images alone.
-    Does not protect: against an attacker who searches the concealed samples beside the images (countermove ``joint``);
-        the labels, as far as classes that are present go. Concealed samples are far outside the range of pixels unless
-        ``box`` is set, so whoever sees them knows them.
+    Does not protect: single images whose label is known against an attacker who takes the concealed sample's part out
+        of the gradient (countermove ``separate``): on LeNet they come back as if there were no defence; nor against one
+        who searches concealed samples beside the images (``joint``); the labels, as far as classes that are present go.
+        Concealed samples are far outside the range of pixels unless ``box`` is set, so whoever sees them knows them.
     Guarantee: none.
     Reference: Wu et al. 2024, https://arxiv.org/abs/2209.05724, Equations 9 to 12 and Algorithm 1.
     Differs from the paper: where it is silent the authors' code is followed: distances in normalised pixels, the stop
