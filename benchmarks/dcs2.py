@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,12 +21,19 @@ from gradveil.models.base import Normalisation
 from gradveil.types import Batch
 
 
-def seconds_of(defence: Dcs2, images: Batch, data: Batch, network: torch.nn.Module) -> float:
+class Spent(NamedTuple):
+    """Seconds on the clock, and of all cores together, which other work on the machine lengthens less."""
+
+    clock: float
+    cores: float
+
+
+def spent_on(defence: Dcs2, images: Batch, data: Batch, network: torch.nn.Module) -> Spent:
     """How long it takes to conceal these images of a client with others at hand."""
     client = Client(0, 1, network, {}, data, {}, {}, torch.Generator().manual_seed(0))
-    started = time.perf_counter()
+    clock, cores = time.perf_counter(), time.process_time()
     defence.conceal(network, images, client)
-    return time.perf_counter() - started
+    return Spent(time.perf_counter() - clock, time.process_time() - cores)
 
 
 def main() -> None:
@@ -47,17 +55,18 @@ def main() -> None:
     sensitive = data[marks]
     network = create_model("lenet-dlg", dataset.shape, 10, 0, Normalisation(dataset.mean, dataset.std)).eval()
     defence = Dcs2(steps=options.steps, far=0.0)
-    seconds_of(Dcs2(steps=3, far=0.0), sensitive[slice(2)], data, network)  # warms up
-    alone = [seconds_of(defence, sensitive[slice(each, each + 1)], data, network) for each in range(options.alone)]
-    together = seconds_of(defence, sensitive, data, network)
-    single = sum(alone) / len(alone)
-    ratio = single / (together / count)
+    spent_on(Dcs2(steps=3, far=0.0), sensitive[slice(2)], data, network)  # warms up
+    alone = [spent_on(defence, sensitive[slice(each, each + 1)], data, network) for each in range(options.alone)]
+    together = spent_on(defence, sensitive, data, network)
+    single = Spent(*(sum(times) / len(alone) for times in zip(*alone, strict=True)))
+    ratios = [count * one / all_ for one, all_ in zip(single, together, strict=True)]
     print(
-        f"{count} images together, {options.steps} steps: {together:.1f} s, {1000 * together / count:.0f} ms an image"
+        f"{count} images together, {options.steps} steps: {together.clock:.1f} s ({together.cores:.1f} s of all cores)"
     )
-    print(f"one at a time: {single:.2f} s an image; together an image takes 1/{ratio:.1f} of that")
+    print(f"one at a time: {single.clock:.2f} s an image ({single.cores:.2f} s of all cores)")
+    print(f"an image together is {ratios[0]:.1f} times as fast as alone, {ratios[1]:.1f} times by the cores' time")
     if options.json:
-        found = {"together": together, "alone": single, "ratio": ratio, "images": count, "steps": options.steps}
+        found = {"images": count, "steps": options.steps, "together": together, "alone": single, "ratios": ratios}
         options.json.write_text(json.dumps(found) + "\n")
 
 
