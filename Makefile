@@ -24,10 +24,11 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv-bench/installed  ## speed against a plain loop, Flower's simulation and breaching's attack, in one run each
+bench: .venv-bench/installed  ## speed against a plain loop, Flower and breaching; of Soteria, DCS2 and others against one image at a time
 	.venv-bench/bin/python benchmarks/simulation.py
 	.venv-bench/bin/python benchmarks/attacks.py --grow
 	.venv-bench/bin/python benchmarks/soteria.py
+	.venv-bench/bin/python benchmarks/dcs2.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -78,6 +78,7 @@ def test_every_setting_has_a_help_text():
         ("lr", [0.0, -0.1, math.nan, math.inf, -math.inf]),
         ("lr_decay", [0.0, -1.0, 1.1, math.nan, math.inf]),
         ("lr_steps", [(0,), (5, -1)]),
+        ("defended", [(-1,), (0, 10)]),
         ("lr_factor", [0.0, -1.0, math.nan, math.inf]),
         ("momentum", [-0.1, 1.0, 2.0, math.nan, math.inf]),
         ("weight_decay", [-0.1, math.nan, math.inf]),

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradveil.errors import ConfigError
-from gradveil.grads import batched_jvp, batched_vjp, example_gradients, jacobian_row_norms, layer_inputs
+from gradveil.grads import (
+    batched_jvp,
+    batched_vjp,
+    example_gradients,
+    gradients_and_outputs,
+    jacobian_row_norms,
+    layer_inputs,
+)
 from gradveil.models import create_model
 from gradveil.registry import components
 
@@ -207,6 +214,44 @@ def test_row_norms_exact_and_by_probes():
         jacobian_row_norms(features(network), inputs, probes=2)
     with pytest.raises(ConfigError, match="order must be 2"):
         jacobian_row_norms(features(network), inputs, order=1, probes=2, rng=rng)
+
+
+class Backward(torch.autograd.Function):
+    """Knows no forward mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_probes_need_forward_mode():
+    inputs = torch.rand(2, 3)
+    assert torch.allclose(jacobian_row_norms(Backward.apply, inputs), torch.ones(2, 3))
+    with pytest.raises(ConfigError, match=r"probes must be 0 .* differentiated forward, got 4"):
+        jacobian_row_norms(Backward.apply, inputs, probes=4, rng=torch.Generator())
+
+
+@pytest.mark.parametrize("spec", ["lenet-dlg", "mlp:hidden=7"])
+def test_outputs_come_with_gradients(spec):
+    network, images = build(spec, (1, 8, 8), 5), torch.rand(3, 1, 8, 8).double().requires_grad_()
+    labels = torch.tensor([0, 4, 2])
+    for _ in range(2):  # the first time gradients are also compared with autograd's
+        gradients, outputs = gradients_and_outputs(network, images, labels)
+        expected = example_gradients(network, images, labels)
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+        assert torch.allclose(outputs, network(images))
+        slope = torch.autograd.grad(outputs.square().sum(), images)[0]
+        assert torch.allclose(slope, torch.autograd.grad(network(images).square().sum(), images)[0])
 
 
 @pytest.mark.parametrize("order", [1.0, math.inf])

@@ -14,6 +14,7 @@ from gradveil.attacks.base import Attack, Scene
 from gradveil.config import TrainSettings
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import TripwireError
+from gradveil.storage import save_tensors
 from gradveil.tripwire import Finding, TripwireWarning, check_model, check_update, inspect, inspect_attack
 from gradveil.types import Batch
 
@@ -87,6 +88,32 @@ def test_honest_initialisations_raise_no_alarm(init, size, digits):
         random = nn.Linear(PIXELS, size[1])
         network = nn.Sequential(nn.Flatten(), random, nn.Tanh(), layer, nn.ReLU(), nn.Linear(size[0], 10))
         assert [finding for finding in inspect(network, digits) if finding.layer == "3"] == []
+
+
+def test_nearly_parallel_filters_are_honest_and_equal_ones_are_not(digits):
+    network = create_model("lenet5", SHAPE, 10, seed=0)
+    first = next(layer for layer in network.modules() if isinstance(layer, nn.Conv2d))
+    with torch.no_grad():
+        other = torch.randn(3, *first.weight.shape[1:], generator=rng())
+        unit = first.weight[0] / first.weight[0].norm()
+        near = unit + 0.15 * other / other.flatten(1).norm(dim=1).view(3, 1, 1, 1)
+        first.weight[:3] = near
+        cosines = F.cosine_similarity(near.flatten(1), near[:1].flatten(1))
+        assert cosines[1:].min() > 0.95
+        assert inspect(network, digits) == []
+        first.weight[:3] = unit
+        assert checks(inspect(network, digits)) == {"parallel-rows"}
+
+
+def test_one_image_that_alone_reaches_a_layer_is_no_trap(digits):
+    network = create_model("mlp:hidden=200", SHAPE, 10, seed=0)
+    images = digits.images.clone()
+    images[0] += 9  # what is left of a training that has failed: units that only an outlier moves
+    with torch.no_grad():
+        network.linear1.weight.abs_()
+        brightest = network.linear1(digits.images.flatten(1)).amax(0)
+        network.linear1.bias.sub_(1.01 * brightest)
+    assert inspect(network, replace(digits, images=images)) == []
 
 
 def test_an_imprint_is_found_three_times(digits):
@@ -305,6 +332,21 @@ def test_warning_warns_once_a_client_and_round_and_changes_nothing():
     silent_rows, silent = play("off", trapped)
     assert rows == silent_rows
     assert all(torch.equal(model[name], silent[name]) for name in model)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rounds_count_the_clients_that_warn(workers, tmp_path):
+    save_tensors(tmp_path / "trapped.safetensors", trapped().state_dict())
+    settings = replace(SETTINGS, model="mlp:hidden=200", weights=str(tmp_path / "trapped.safetensors"), rounds=1)
+    for mode, rest in (("warn", {"tripwire_warnings": 2}), ("off", {})):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            Simulation(replace(settings, tripwire=mode), workers=workers) as simulation,
+        ):
+            warnings.simplefilter("always")
+            (row,) = simulation.run()
+        assert {key: value for key, value in row.items() if key.startswith("tripwire")} == rest
+        assert len(caught) == (2 if mode == "warn" else 0)
 
 
 def test_honest_runs_go_through():

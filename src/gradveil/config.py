@@ -32,6 +32,9 @@ class TrainSettings:
     dataset: str = setting("mnist-5k", "A named set (gradveil list datasets), a .npz file or a folder of pictures.")
     model: str = setting("lenet5", "A model of the zoo (gradveil list models) or your own file.py:factory.")
     defence: str = setting("none", "A defence with its settings, name:key=value; a+b chains two.")
+    defended: tuple[int, ...] = setting(
+        (), "Clients that defend, 0/5; by default all. Defences of single devices only."
+    )
     clients: int = setting(10, "Number of clients, N.")
     rounds: int = setting(20, "Number of rounds; 0 only evaluates the starting model.")
     partition: str = setting(
@@ -67,6 +70,8 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         in_range("clients", self.clients, 1)
+        for client in self.defended:
+            in_range("defended", client, 0, self.clients - 1)
         in_range("rounds", self.rounds, 0)
         in_range("sampled", self.sampled, 0, 10_000_000)
         one_of("sampling", self.sampling, ["uniform", "uniform-replace", "size-replace"])

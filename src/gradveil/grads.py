@@ -55,19 +55,41 @@ def example_gradients(
     Returns:
         For each parameter that requires a gradient a tensor (N / group_size, its shape).
     """
+    gradients, _ = _gradients(network, images, labels, group_size, loss, create_graph)
+    return gradients if create_graph else {name: tensor.detach() for name, tensor in gradients.items()}
+
+
+def gradients_and_outputs(network: nn.Module, images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Per-example gradients of the cross-entropy, and what the network gives, (N, classes), by one forward pass.
+
+    Both can be differentiated with respect to images and labels.
+    """
+    gradients, outputs = _gradients(network, images, labels, 1, cross_entropy, create_graph=True)
+    return gradients, network(images) if outputs is None else outputs
+
+
+def _gradients(
+    network: nn.Module, images: Tensor, labels: Tensor, group_size: int, loss: Loss, create_graph: bool
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Gradients, and the outputs where they were met on the way."""
     if len(images) % group_size:
         raise ConfigError(f"group_size must divide the {len(images)} examples, got {group_size}.")
     refuse_mixing_layers(network)
     wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-    gradients = None
+    gradients, met = None, list[Tensor]()
+
+    def met_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        met.append(outputs)
+        return loss(outputs, labels)
+
     if _by_layers_holds.get(network, True):
-        gradients = _by_layers(network, images, labels, group_size, loss, create_graph, wanted)
+        gradients = _by_layers(network, images, labels, group_size, met_loss, create_graph, wanted)
     if gradients is not None and network not in _by_layers_holds and get_proxy_mode() is None:
         _by_layers_holds[network] = _adds_up(network, images, labels, group_size, loss, gradients, wanted)
         gradients = gradients if _by_layers_holds[network] else None
     if gradients is None:
-        gradients = _by_vmap(network, images, labels, group_size, loss, wanted)
-    return gradients if create_graph else {name: tensor.detach() for name, tensor in gradients.items()}
+        return _by_vmap(network, images, labels, group_size, loss, wanted), None
+    return gradients, met[-1]
 
 
 _by_layers_holds: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
@@ -326,5 +348,10 @@ def _estimated_row_norms(
         for start in range(0, probes, chunk):
             shape = (min(chunk, probes - start), *inputs.shape)
             tangents = torch.randn(shape, generator=rng, dtype=inputs.dtype).to(inputs.device)
-            total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
+            try:
+                total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
+            except NotImplementedError as error:
+                raise ConfigError(
+                    f"probes must be 0 for a network that can't be differentiated forward, got {probes}: {error}"
+                ) from error
     return (total / probes).sqrt()

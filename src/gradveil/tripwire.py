@@ -6,11 +6,11 @@ weights must have, honest ones hardly ever do, and the client has all that it ta
 =====================  ============  ===================================================================================
 check                  points to     an alarm, and what honest layers give
 =====================  ============  ===================================================================================
-``parallel-rows``      imprint       three rows or more with a cosine of 0.95 (0.999 if no image moves them), or
+``parallel-rows``      imprint       three rows or more with a cosine of 0.95 (0.999 if no image moves them, and in
+                                     convolutions, where three filters of a well-trained LeNet-5 went beyond 0.95), or
                                      responses to the client's own images that correlate by 0.999. Random rows of n
                                      entries have cosines of about :math:`1/\sqrt n` (the exact law raises the bound
-                                     where n is small). Training mostly gave 0.8 at most, and correlations of 0.993;
-                                     three filters of a well-trained LeNet-5 went beyond 0.95.
+                                     where n is small). Training mostly gave 0.8 at most, and correlations of 0.993.
 ``bias-ladder``        imprint       such rows switch on one after the other, so that they cut the client's images into
                                      four cells or more; the difference of two rows is then the gradient of a cell.
 ``mirrored-rows``      trap-weights  in three rows or more the positive entries are the negative ones times a constant,
@@ -21,7 +21,9 @@ check                  points to     an alarm, and what honest layers give
                                      of width d holds a row with a chance of at most d / 2.
 ``single-firing``      trap-weights  too many rows are positive for exactly one image. Were the rates of firing spread
                                      evenly on a logarithmic scale from 1/1000 to 1, it would be 1 / ln 1000 = 14%.
-``isolated-rows``      trap-weights  too many rows of the gradient come from one image alone; the same 14%.
+``isolated-rows``      trap-weights  too many rows of the gradient come from one image alone; the same 14%. For both,
+                                     three images or more must be among them: where a training has failed, one image
+                                     may be all that reaches a layer.
 ``isolated-cells``     imprint       the differences of rows of the gradient leave single images, three or more of them.
                                      In honest layers every row has weights of its own behind it, so that two rows
                                      with six images each do not agree on all but one.
@@ -35,8 +37,7 @@ Does not find: a server that knows these bounds and stays below them, at a price
 trained to leak (SEER), or that single out a class or a feature (fishing), for these look like any others; anything of
 an honest server that is merely curious; layers other than Linear and Conv2d; convolutions that only pass the image on.
 Single images are looked for only among 32 images or more, and four or more of each class: among fewer, honest rows have
-them too. False alarms must be expected of weights that are quantised, or standardised so that every row adds up to 0;
-they were met in trained convolutions (parallel filters) and in a network whose training had failed (isolated rows).
+them too. False alarms must be expected of weights that are quantised, or standardised so that every row adds up to 0.
 
 Reference: Fowl et al. 2022 (imprint), https://arxiv.org/abs/2110.13057; Boenisch et al. 2023 (trap weights),
 https://arxiv.org/abs/2112.02918. The checks are this package's own; benchmarks/tripwire.py measures them.
@@ -47,6 +48,8 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +113,36 @@ def guard(mode: str, client: Client) -> None:
     )
     if mode == "refuse":
         raise TripwireError(f"{message} Nothing was sent; look at the server, or set --tripwire warn.")
-    warnings.warn(message, TripwireWarning, stacklevel=2)
+    announce(message)
+
+
+def announce(message: str) -> None:
+    """Warn of what a client found, and tell whoever is `hearing`."""
+    heard = _heard.get()
+    if heard is not None:
+        heard.append(message)
+    warnings.warn(message, TripwireWarning, stacklevel=3)
+
+
+@contextmanager
+def hearing() -> Iterator[list[str]]:
+    """Within, the list fills with what is announced.
+
+    Example:
+        >>> with warnings.catch_warnings(action="ignore"), hearing() as heard:
+        ...     announce("a trap")
+        >>> heard
+        ['a trap']
+    """
+    heard: list[str] = []
+    token = _heard.set(heard)
+    try:
+        yield heard
+    finally:
+        _heard.reset(token)
+
+
+_heard: ContextVar[list[str] | None] = ContextVar("heard", default=None)
 
 
 def inspect(network: nn.Module, data: Batch, agreed: nn.Module | None = None) -> list[Finding]:
@@ -141,7 +173,7 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
     few = _enough(data)
     for call in _look(network, _some(data, MOST_IMAGES))[0]:
         rows = call.layer.weight.detach().flatten(1)  # (rows, entries)
-        group = _parallel_weights(rows) if call.inputs is None else _most_parallel(rows, call)
+        group = _parallel_weights(rows, CORRELATION) if call.inputs is None else _most_parallel(rows, call)
         if len(group) >= FEWEST_ROWS:
             found.append(_parallel(call.name, group, len(rows)))
             found += _ladder(call, group)
@@ -149,7 +181,7 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
         found += _traps(call.name, rows[others.to(rows.device)])
         if call.outputs is not None and len(data) >= few:
             fires = call.outputs[_spread(len(call.outputs), few)] > 0  # (images, rows)
-            found += _single(call.name, fires.sum(0).eq(1), few, "single-firing", "are positive for one image alone")
+            found += _single(call.name, fires & fires.sum(0).eq(1), "single-firing", "are positive for one image alone")
     return found
 
 
@@ -167,8 +199,7 @@ def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
             continue
         parts = F.normalize(call.slopes[learnt].double(), dim=1, eps=1e-100)  # (images, rows)
         if len(parts) >= _enough(batch):
-            alone = _alone(parts)
-            found += _single(call.name, alone, len(parts), "isolated-rows", "of the gradient come from one image alone")
+            found += _single(call.name, _alone(parts), "isolated-rows", "of the gradient come from one image alone")
         images = _isolated_by_differences(parts)
         if len(images) >= FEWEST_ROWS:
             sentence = (
@@ -360,20 +391,24 @@ def _mirrored(rows: Tensor) -> Tensor:
     return found
 
 
-def _single(name: str, single: Tensor, images: int, check: str, what: str) -> list[Finding]:
-    """A finding if more rows have a single image than a spread of rates explains."""
-    count, found = len(single), int(single.sum())
-    if found < FEWEST_ROWS or bdtrc(found - 1, count, LOG_UNIFORM) >= CHANCE:
+def _single(name: str, owners: Tensor, check: str, what: str) -> list[Finding]:
+    """A finding if more rows have a single image than a spread of rates explains, and not always the same few images.
+
+    ``owners`` (images, rows) says which image a row has, where it has one alone.
+    """
+    images, count = owners.shape
+    found = int(owners.any(0).sum())
+    too_many = found >= FEWEST_ROWS and bdtrc(found - 1, count, LOG_UNIFORM) < CHANCE
+    if not too_many or int(owners.any(1).sum()) < FEWEST_ROWS:
         return []
     sentence = f"{found} of {count} rows {what} of {images}; {count * LOG_UNIFORM:.1f} are expected at most."
     return [Finding(check, name, "trap-weights", found / count, sentence)]
 
 
 def _alone(parts: Tensor) -> Tensor:
-    """(rows,) whether one image has nearly all of a row: parts is (images, rows)."""
+    """(images, rows) whether an image has nearly all of a row of the parts (images, rows)."""
     sizes = parts.abs()
-    alone: Tensor = sizes.amax(0) > ALONE * sizes.sum(0)
-    return alone
+    return sizes > ALONE * sizes.sum(0)
 
 
 def _isolated_by_differences(parts: Tensor) -> Sequence[int]:

@@ -8,7 +8,16 @@ from gradveil.threat import ThreatModel
 from gradveil.types import Batch
 
 
-def scene(targets=2, size=1, grants=("num-examples", "labels"), normalisation=None, side=8, **how):
+def scene(
+    targets=2,
+    size=1,
+    grants=("num-examples", "labels"),
+    normalisation=None,
+    side=8,
+    marked=False,
+    model="lenet-dlg",
+    **how,
+):
     """Small smooth pictures, a network that leaks, and what a server sees."""
     rng = torch.Generator().manual_seed(1)
     coarse = torch.rand(targets * size, 1, 3, 3, generator=rng)
@@ -16,8 +25,8 @@ def scene(targets=2, size=1, grants=("num-examples", "labels"), normalisation=No
         targets, size, 1, side, side
     )
     labels = torch.randint(0, 4, (targets, size), generator=rng)
-    network = create_model("lenet-dlg", (1, side, side), 4, 0, normalisation).eval()
-    private = [Batch(truth[t], labels[t], torch.zeros(size) > 0) for t in range(targets)]
+    network = create_model(model, (1, side, side), 4, 0, normalisation).eval()
+    private = [Batch(truth[t], labels[t], torch.full((size,), marked)) for t in range(targets)]
     return truth, labels, observe(network, private, threat=ThreatModel.of(*grants), num_classes=4, **how)
 
 

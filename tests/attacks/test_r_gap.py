@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.r_gap import RGap, _gradient_matrix, _weight_matrix, chain_of, rank_analysis
+from gradveil.attacks.parts.chains import chain_of, gradient_matrix, weight_matrix
+from gradveil.attacks.r_gap import RGap, rank_analysis
 from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError
 from gradveil.models import Normalisation, create_model
@@ -57,9 +58,9 @@ def test_its_equations_hold_for_the_true_input():
     rng = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, *layer.shape, generator=rng, dtype=torch.float64)
     error = torch.randn(1, *layer.out, generator=rng, dtype=torch.float64)
-    assert torch.allclose(_weight_matrix(layer) @ inputs.flatten(), layer.module(inputs).flatten())
+    assert torch.allclose(weight_matrix(layer) @ inputs.flatten(), layer.module(inputs).flatten())
     weight = nn.grad.conv2d_weight(inputs, layer.module.weight.shape, error, stride=2, padding=1)
-    assert torch.allclose(_gradient_matrix(layer, error[0].flatten(1)) @ inputs.flatten(), weight.flatten())
+    assert torch.allclose(gradient_matrix(layer, error[0].flatten(1)) @ inputs.flatten(), weight.flatten())
 
 
 def test_the_rank_analysis_counts_equations_and_names_what_lacks():

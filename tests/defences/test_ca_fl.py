@@ -8,14 +8,13 @@ from dp_accounting.pld import PLDAccountant
 from torch import nn
 
 from gradveil.attacks import build_attack
-from gradveil.config import TrainSettings
 from gradveil.defences import Arrived, Client, Releases, Server, build_defence
 from gradveil.defences.ca_fl import CaFl, draw_sensing, recover
-from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.storage import to_safetensors
 from gradveil.types import Batch, Update
 from tests.attacks.scene import psnr, run, scene
+from tests.defences.worker_laws import trains_alike_on_workers
 
 NO_BATCH = Batch(torch.zeros(0, 1, 1, 1), torch.zeros(0).long(), torch.zeros(0) > 0)
 QUIET = CaFl(epsilon=1e9, clip=1e3)
@@ -239,11 +238,4 @@ def test_pictures_come_back_under_little_noise_and_not_under_a_guarantee():
 
 
 def test_a_simulation_trains_and_workers_give_the_same_bits():
-    plan = TrainSettings(model="mlp:hidden=8", clients=3, rounds=2, partition="iid:images=40", lr=0.1, defence="ca-fl")
-    models = []
-    for workers in (0, 2):
-        with Simulation(plan, workers=workers) as simulation:
-            rows = list(simulation.run())
-            models.append(simulation.model)
-    assert math.isfinite(rows[-1]["accuracy"])
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert trains_alike_on_workers("ca-fl")

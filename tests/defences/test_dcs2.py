@@ -225,12 +225,15 @@ class TestGradient:
 
 
 class TestJointAttack:
-    def test_its_countermove(self):
-        assert Dcs2().adaptive(Arrived({"w": torch.ones(1, 2)}, [1.0])) == {
-            "joint": Countermove(None, decoys=1, own_label=1 - 0.7)
+    def test_its_countermoves(self):
+        arrived = Arrived({"w": torch.ones(1, 2)}, [1.0])
+        assert Dcs2().adaptive(arrived) == {
+            "separate": Countermove(decoys=1, own_label=1 - 0.7, separate=True),
+            "joint": Countermove(decoys=1, own_label=1 - 0.7),
         }
-        move = Dcs2(divisor=3.0).adaptive(Arrived({"w": torch.ones(1, 2)}, [1.0]))["joint"]
-        assert torch.equal(move.sent({"w": torch.ones(1, 2)}, {})["w"], torch.full((1, 2), 1 / 3))
+        moves = Dcs2(divisor=3.0).adaptive(arrived)
+        assert torch.equal(moves["joint"].sent({"w": torch.ones(1, 2)}, {})["w"], torch.full((1, 2), 1 / 3))
+        assert torch.equal(moves["separate"].look({"w": torch.ones(1, 2)})["w"], torch.full((1, 2), 3.0))
 
     def test_searching_the_hidden_image_too_finds_the_private_one(self):
         truth, labels, seen = scene(targets=3, defence=Hiding(), grants=("num-examples", "labels", "defence"))
@@ -247,6 +250,19 @@ class TestJointAttack:
         result = run(build_attack(attack), seen)
         assert result.images.shape == (2, 2, 1, 8, 8)
         assert bool(result.images.isfinite().all())
+
+
+class TestSeparatingAttack:
+    @pytest.mark.parametrize("settings", ["", ",divisor=3,lambda_g=0.5"])
+    def test_the_private_image_comes_back_as_if_undefended(self, settings):
+        truth, _, seen = scene(
+            targets=3, defence=build_defence(f"dcs2:steps=30{settings}"), marked=True,
+            grants=("num-examples", "labels", "defence"),
+        )  # fmt: skip
+        attack = build_attack("dlg:iterations=15")
+        found = {adapt: run(replace(attack, adapt=adapt), seen).images[:, 0] for adapt in ("separate", "none")}
+        assert psnr(truth[:, 0], found["separate"]).median() > 50
+        assert psnr(truth[:, 0], found["none"]).median() < 20
 
 
 class Hiding(Defence):

@@ -385,3 +385,34 @@ def test_large_pictures_are_scored_in_smaller_chunks():
     assert chunk_size((1, 28, 28)) == chunk_size((3, 64, 64)) == 500
     assert chunk_size((3, 224, 224)) == 40
     assert chunk_size((3, 9000, 9000)) == 1
+
+
+def test_only_named_clients_defend():
+    settings = TrainSettings(
+        model="logistic", defence="prune:fraction=0.9", defended=(1,), clients=3, rounds=1, batch_size=8, lr=0.1,
+        save_rounds=(1,),
+    )  # fmt: skip
+    with Simulation(settings, workers=0, dataset=small_set()) as simulation:
+        sent = simulation.step(1)[1].sent
+    flat = {number: torch.cat([tensor.flatten() for tensor in one.tensors.values()]) for number, one in sent.items()}
+    zeros = {number: float((values == 0).float().mean()) for number, values in flat.items()}
+    assert zeros[1] > 0.8
+    assert max(zeros[0], zeros[2]) < 0.5
+    everyone = play(replace(settings, defended=(0, 1, 2)), dataset=small_set())
+    assert everyone[0] == play(replace(settings, defended=()), dataset=small_set())[0]
+    assert play(settings, dataset=small_set())[0] == play(settings, workers=2, dataset=small_set())[0]
+
+
+@pytest.mark.parametrize("defence", ["ca-fl", "entangle"])
+def test_a_defence_of_all_is_not_that_of_some(defence):
+    settings = TrainSettings(model="logistic", defence=defence, defended=(1,), clients=3, rounds=1)
+    with pytest.raises(ConfigError, match=r"defended must be empty .* Drop --defended"):
+        Simulation(settings, workers=0, dataset=small_set())
+
+
+def test_public_images_may_be_at_hand():
+    settings = TrainSettings(model="logistic", defence="dcs2:steps=1,start=aux", sensitive="0.5", clients=3, rounds=1)
+    with Simulation(settings, workers=0, dataset=small_set(), aux=small_set(seed=1)) as simulation:
+        assert simulation.data.aux is not None
+        assert len(simulation.data.aux) == 48
+        assert len(list(simulation.run())) == 1

@@ -1,7 +1,5 @@
 """R-GAP: rebuild one image layer by layer, from the last to the first, by linear equations."""
 
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -10,16 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.attacks.base import Attack
+from gradveil.attacks.parts.chains import (
+    Layer,
+    chain_of,
+    gradient_matrix,
+    inverted,
+    largest_row,
+    least_squares,
+    weight_matrix,
+)
 from gradveil.attacks.parts.space import Space
 from gradveil.errors import ConfigError
 from gradveil.threat import Knowledge, Observation, Reconstruction
-
-INVERSES: dict[type[nn.Module], Callable[[Tensor, nn.Module], Tensor]] = {
-    nn.LeakyReLU: lambda out, act: torch.where(out < 0, out / act(-torch.ones_like(out)).neg(), out),
-    nn.Sigmoid: lambda out, act: torch.logit(out, eps=1e-12),
-    nn.Tanh: lambda out, act: torch.atanh(out.clamp(-1 + 1e-12, 1 - 1e-12)),
-}
-"""What went into an activation, from what came out."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +78,6 @@ _EXACT = 1e-3
 """The largest relative residual of any layer at which its equations count as solved."""
 
 
-class Layer(NamedTuple):
-    """A Linear or convolution of a plain chain, and the activation behind it.
-
-    Attributes:
-        name: in the network.
-        module: the layer, in double precision.
-        act: what follows, None for the last layer.
-        shape: (C, H, W) or (features,) of its input.
-        out: of its output.
-    """
-
-    name: str
-    module: nn.Linear | nn.Conv2d
-    act: nn.Module | None
-    shape: tuple[int, ...]
-    out: tuple[int, ...]
-
-
 class Rank(NamedTuple):
     """How many equations there are for the input of a layer.
 
@@ -127,86 +109,6 @@ def rank_analysis(network: nn.Module, shape: tuple[int, int, int]) -> list[Rank]
     return ranks
 
 
-def chain_of(network: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
-    """The layers of a network that is a plain chain of convolutions, Linears and invertible activations.
-
-    Raises:
-        ConfigError: if it is anything else.
-    """
-    calls = _calls(network, shape)
-    layers = list[Layer]()
-    for name, module, before, after in calls:
-        if isinstance(module, (nn.Flatten, nn.Identity)):
-            continue
-        if type(module) in INVERSES:
-            if not layers or layers[-1].act is not None:
-                raise _refusal(f"an activation ({name}) that does not follow a layer")
-            layers[-1] = layers[-1]._replace(act=module)
-        elif type(module) is nn.Linear or (type(module) is nn.Conv2d and _is_plain(module)):
-            if layers and layers[-1].act is None:
-                layers[-1] = layers[-1]._replace(act=nn.Identity())
-            layers.append(Layer(name, _doubled(module), None, before, after))
-        else:
-            raise _refusal(f"{type(module).__name__} ({name})")
-    if not layers or layers[-1].act is not None or not isinstance(layers[-1].module, nn.Linear):
-        raise _refusal("one that does not end in a Linear")
-    return layers
-
-
-def _refusal(got: str) -> ConfigError:
-    return ConfigError(
-        "Attack 'r-gap' needs a plain chain of convolutions, Linears and LeakyReLU, Sigmoid or Tanh that ends in a "
-        f"Linear, got {got}. Choose another model, such as lenet-dlg, or another attack, such as gs."
-    )
-
-
-def _is_plain(layer: nn.Conv2d) -> bool:
-    return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-
-
-def _doubled(layer: nn.Linear | nn.Conv2d) -> nn.Linear | nn.Conv2d:
-    """A copy in double precision; frozen, on the CPU."""
-    return copy.deepcopy(layer).double().cpu().requires_grad_(False)
-
-
-Call = tuple[str, nn.Module, tuple[int, ...], tuple[int, ...]]
-
-
-def _calls(network: nn.Module, shape: tuple[int, int, int]) -> list[Call]:
-    """Every call of a layer without children, in order, with the shapes of one image before and after it.
-
-    Raises:
-        ConfigError: unless these calls one after the other are all that the network does.
-    """
-    calls, ends = list[Call](), list[tuple[Tensor, Tensor]]()
-
-    def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            calls.append((name, module, tuple(inputs[0].shape[1:]), tuple(output.shape[1:])))
-            ends.append((inputs[0], output))
-
-        return layer.register_forward_hook(record)
-
-    like = next(network.parameters())
-    probe = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like)
-    leaves = [(name, layer) for name, layer in network.named_modules() if not list(layer.children())]
-    handles = [watch(name, layer) for name, layer in leaves]
-    try:
-        with torch.no_grad():
-            result = network(probe)
-    finally:
-        for handle in handles:
-            handle.remove()
-    reached = Space(network, shape, like).from_pixels(probe)
-    for before, after in ends:
-        if before.numel() != reached.numel() or not torch.equal(before.flatten(), reached.flatten()):
-            raise _refusal("one whose layers do not follow each other, as in residual connections")
-        reached = after
-    if not torch.equal(reached, result):
-        raise _refusal("one that does more than its layers")
-    return calls
-
-
 class Rebuilt(NamedTuple):
     """An image as the first layer sees it, its label, and the worst relative residual on the way."""
 
@@ -221,8 +123,8 @@ def _rebuild(layers: list[Layer], gradients: dict[str, Tensor]) -> Rebuilt:
     reached, error, residual = last_input(last, gradients)
     label = int(error.argmin())
     for after, layer in zip(reversed(layers[1:]), reversed(layers[:-1]), strict=True):
-        back = _weight_matrix(after).T @ error  # dL/d(what the activation gave)
-        drive, slope = _invert(layer.act or nn.Identity(), reached)
+        back = weight_matrix(after).T @ error  # dL/d(what the activation gave)
+        drive, slope = inverted(layer.act or nn.Identity(), reached)
         error = back * slope
         reached, misfit = _solve(layer, drive, error, gradients)
         residual = max(residual, misfit)
@@ -263,13 +165,6 @@ def _misfit(weight: Tensor, bias: Tensor | None, seen: Tensor, error: Tensor) ->
     return float((logits.softmax(0) - label - error).norm() / error.norm())
 
 
-def _invert(act: nn.Module, out: Tensor) -> tuple[Tensor, Tensor]:
-    """What went into an activation, and its slope there."""
-    drive = INVERSES[type(act)](out, act) if type(act) in INVERSES else out
-    leaf = drive.detach().requires_grad_()
-    return drive, torch.autograd.grad(act(leaf).sum(), leaf)[0]
-
-
 def _solve(layer: Layer, drive: Tensor, error: Tensor, gradients: dict[str, Tensor]) -> tuple[Tensor, float]:
     """The input that gives ``drive``, and with ``error`` the layer's gradient; and the relative residual."""
     bias = layer.module.bias
@@ -279,68 +174,11 @@ def _solve(layer: Layer, drive: Tensor, error: Tensor, gradients: dict[str, Tens
     if errors.shape[0] > errors.shape[1]:  # more channels than positions: as many equations say the same
         basis, errors = torch.linalg.qr(errors)
         wanted = basis.T @ wanted
-    blocks = [(_weight_matrix(layer), drive), (_gradient_matrix(layer, errors), wanted.flatten())]
-    scaled = [(matrix / (size := _size(matrix)), wanted / size) for matrix, wanted in blocks]
+    blocks = [(weight_matrix(layer), drive), (gradient_matrix(layer, errors), wanted.flatten())]
+    scaled = [(matrix / (size := largest_row(matrix)), wanted / size) for matrix, wanted in blocks]
     matrix, wanted = torch.cat([m for m, _ in scaled]), torch.cat([w for _, w in scaled])
     if not (matrix.isfinite().all() and wanted.isfinite().all()):
         return torch.full((matrix.shape[1],), torch.nan, dtype=torch.float64), torch.inf
-    found = _least_squares(matrix, wanted)
+    found = least_squares(matrix, wanted)
     residual = (matrix @ found - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float64).tiny)
     return found, float(residual)
-
-
-def _least_squares(matrix: Tensor, wanted: Tensor) -> Tensor:
-    """The shortest solution of ``matrix @ x = wanted`` but for a slight damping, most of which is taken back.
-
-    By the normal equations, refined: ten times as fast as by singular values, and precise enough for float32 updates.
-    """
-    square = matrix.T @ matrix
-    square.diagonal().add_(_DAMPING * square.diagonal().max())
-    factor = torch.linalg.cholesky(square)
-    found = torch.zeros(matrix.shape[1], dtype=matrix.dtype)
-    for _ in range(_REFINEMENTS):
-        rest = matrix.T @ (wanted - matrix @ found)
-        found = found + torch.cholesky_solve(rest[:, None], factor)[:, 0]
-    return found
-
-
-_DAMPING, _REFINEMENTS = 1e-12, 4
-
-
-def _size(matrix: Tensor) -> Tensor:
-    """The largest norm of a row, by which equations are brought to one scale."""
-    largest: Tensor = matrix.norm(dim=1).max()
-    return largest.clamp_min(torch.finfo(torch.float64).tiny)
-
-
-def _patches(layer: Layer) -> tuple[Tensor, int]:
-    """(weights of a channel, positions): which entry of the input each sees, and how many entries; the last is none."""
-    count = torch.Size(layer.shape).numel()
-    if isinstance(layer.module, nn.Linear):
-        return torch.arange(count)[:, None], count
-    where = torch.arange(1, count + 1, dtype=torch.float64).view(1, *layer.shape)
-    conv = layer.module
-    padding = (conv.padding[0], conv.padding[1]) if not isinstance(conv.padding, str) else (0, 0)
-    found = F.unfold(where, conv.kernel_size, conv.dilation, padding, conv.stride)[0].long() - 1
-    return torch.where(found < 0, count, found), count
-
-
-def _weight_matrix(layer: Layer) -> Tensor:
-    """(outputs, inputs): the layer without its bias."""
-    patches, count = _patches(layer)
-    kernel = layer.module.weight.flatten(1)  # (channels, R)
-    rows, positions = patches.shape
-    matrix = torch.zeros(len(kernel), positions, count + 1, dtype=torch.float64)
-    index = patches.T.expand(len(kernel), positions, rows)
-    matrix.scatter_add_(2, index, kernel[:, None].expand(len(kernel), positions, rows))
-    return matrix[..., :count].flatten(0, 1)
-
-
-def _gradient_matrix(layer: Layer, errors: Tensor) -> Tensor:
-    """(weights, inputs): the gradient of the weight as a linear function of the input, given the output's (., L)."""
-    patches, count = _patches(layer)
-    rows, positions = patches.shape
-    matrix = torch.zeros(len(errors), rows, count + 1, dtype=torch.float64)
-    index = patches.expand(len(errors), rows, positions)
-    matrix.scatter_add_(2, index, errors[:, None].expand(len(errors), rows, positions))
-    return matrix[..., :count].flatten(0, 1)

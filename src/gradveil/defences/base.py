@@ -95,6 +95,8 @@ class Countermove:
             searches those outputs with the images. Each function draws first guesses (rows, numbers) for so many rows.
         outputs: likewise modules whose output (T, numbers) the attacker knows.
         penalties: what the client adds to each example's loss: a function of a module's output, by the module's name.
+        separate: whether the attacker first tries to tell the private image's part of the gradient from its decoy's by
+            linear algebra; what is told apart is matched without decoys.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -108,6 +110,7 @@ class Countermove:
     unknowns: Mapping[str, Callable[[int, torch.Generator], Tensor]] = field(default_factory=dict)
     outputs: Tensors = field(default_factory=dict)
     penalties: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    separate: bool = False
 
 
 @dataclass(frozen=True)

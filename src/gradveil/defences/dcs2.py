@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradveil.defences.base import Arrived, Client, Countermove, Defence
 from gradveil.errors import DefenceError
-from gradveil.grads import example_gradients
+from gradveil.grads import example_gradients, gradients_and_outputs
 from gradveil.models.base import Normalisation, normalisation_of
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
@@ -47,9 +47,10 @@ class Dcs2(Defence):
     Only images marked sensitive are concealed. Concealed samples see the network in evaluation mode.
 
     Threat model: a curious server that takes the update for that of the client's images alone.
-    Does not protect: against an attacker who searches the concealed samples beside the images (countermove ``joint``);
-        the labels, as far as classes that are present go. Concealed samples are far outside the range of pixels unless
-        ``box`` is set, so whoever sees them knows them.
+    Does not protect: single images whose label is known against an attacker who takes the concealed sample's part out
+        of the gradient (countermove ``separate``): on LeNet they come back as if there were no defence; nor against one
+        who searches concealed samples beside the images (``joint``); the labels, as far as classes that are present go.
+        Concealed samples are far outside the range of pixels unless ``box`` is set, so whoever sees them knows them.
     Guarantee: none.
     Reference: Wu et al. 2024, https://arxiv.org/abs/2209.05724, Equations 9 to 12 and Algorithm 1.
     Differs from the paper: where it is silent the authors' code is followed: distances in normalised pixels, the stop
@@ -114,12 +115,16 @@ class Dcs2(Defence):
         return projected(whole, gradient, self.margin)
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Search a concealed sample with unknown soft label beside each image: ``joint``.
+        """Take the concealed sample's part out of the gradient (``separate``), or search it too (``joint``).
 
-        A mixture of two labels weights the two losses of Eq. 10 as they are, for cross-entropy is linear in labels.
+        Eq. 10 adds the gradient of one more image, whose label is a mixture of two, for cross-entropy is linear in
+        labels. Where it can't be taken out (batches, unknown labels), ``separate`` is ``joint``, with a soft label that
+        is searched too.
         """
-        scaled = None if self.divisor == 1 else partial(_divided, divisor=self.divisor)
-        return {"joint": Countermove(scaled, decoys=1, own_label=1 - self.lambda_g)}
+        scaled = None if self.divisor == 1 else partial(_times, factor=1 / self.divisor)
+        whole = None if self.divisor == 1 else lambda seen: _times(seen, seen, factor=self.divisor)
+        joint = Countermove(scaled, decoys=1, own_label=1 - self.lambda_g)
+        return {"separate": replace(joint, sent=None, look=whole, separate=True), "joint": joint}
 
     def conceal(self, network: nn.Module, sensitive: Batch, client: Client) -> Batch:
         """A concealed sample for each image; labels are those of their starts, as probabilities."""
@@ -164,10 +169,10 @@ class Dcs2(Defence):
         self, network: nn.Module, pixels: Tensor, labels: Tensor, away: Tensor, wanted: Tensor, logits: Tensor
     ) -> Tensor:
         """Eq. 9, (N,)."""
-        ours = _flat(example_gradients(network, pixels, labels, create_graph=True))
-        alike = F.cosine_similarity(ours, wanted, dim=1)
+        gradients, ours = gradients_and_outputs(network, pixels, labels)
+        alike = F.cosine_similarity(_flat(gradients), wanted, dim=1)
         tiny = torch.finfo(logits.dtype).tiny
-        off = (network(pixels) - logits).norm(dim=1) / logits.norm(dim=1).clamp_min(tiny)
+        off = (ours - logits).norm(dim=1) / logits.norm(dim=1).clamp_min(tiny)
         distance = away.flatten(1).square().sum(1).clamp_min(tiny).sqrt()
         loss: Tensor = 1 - alike + torch.exp(-self.lambda_x * distance) + self.lambda_z * (off - self.epsilon)
         return loss
@@ -250,5 +255,5 @@ def _probabilities(labels: Tensor, num_classes: int) -> Tensor:
     return F.one_hot(labels, num_classes).float() if labels.dim() == 1 else labels
 
 
-def _divided(guess: Tensors, seen: Tensors, *, divisor: float) -> dict[str, Tensor]:
-    return {name: tensor / divisor for name, tensor in guess.items()}
+def _times(guess: Tensors, seen: Tensors, *, factor: float) -> dict[str, Tensor]:
+    return {name: tensor * factor for name, tensor in guess.items()}

@@ -232,13 +232,7 @@ class Entangle(Defence):
         def features(batch: Tensor) -> Tensor:
             return torch.cat([r.flatten(1) for r in layer_inputs(network, names, batch)], 1)
 
-        try:
-            norms = jacobian_row_norms(features, images, probes=self.probes, rng=client.rng, chunk=_TOGETHER)
-        except NotImplementedError as error:
-            raise DefenceError(
-                f"Defence 'entangle' can't differentiate this network forward, as probes={self.probes} asks: {error} "
-                "Set probes to 0."
-            ) from error
+        norms = jacobian_row_norms(features, images, probes=self.probes, rng=client.rng, chunk=_TOGETHER)
         parts = torch.split(norms, [r[0].numel() for r in reached], 1)
         found = []
         for name, r, own in zip(names, reached, parts, strict=True):

@@ -134,16 +134,10 @@ class Soteria(Defence):
         together = max(1, min(_MOST_TOGETHER, _MOST_NUMBERS // max(1, images[0].numel())))
         block = min(len(images), _MOST_IMAGES, together)
         probes = self.probes if self.probes < sum(sizes) else 0
-        try:
-            norms = [
-                jacobian_row_norms(features, some, order=self.norm, probes=probes, rng=rng, chunk=together // block)
-                for some in torch.split(images, block)
-            ]
-        except NotImplementedError as error:
-            raise DefenceError(
-                f"Defence 'soteria' can't differentiate this network forward, as probes={self.probes} asks: {error} "
-                "Set probes to 0."
-            ) from error
+        norms = [
+            jacobian_row_norms(features, some, order=self.norm, probes=probes, rng=rng, chunk=together // block)
+            for some in torch.split(images, block)
+        ]
         return list(torch.split(torch.cat(norms), sizes, 1))
 
     def _pruned(self, name: str, inputs: Tensor, norms: Tensor) -> Tensor:

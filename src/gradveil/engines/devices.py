@@ -53,6 +53,16 @@ def defended(network: nn.Module, defence: Defence, seed: int, owner: str) -> nn.
         return defence.on_model(network, stream(seed, "on_model", owner))
 
 
+def refuse_in_part(defence: Defence, settings: TrainSettings) -> None:
+    """Raise where only some clients are to use a defence that changes the network, or has work for the server."""
+    common = [hook for hook in ("on_model", "private", "on_server", "early_clients") if defence.overrides(hook)]
+    if settings.defended and common:
+        raise ConfigError(
+            f"defended must be empty for a defence that server and clients share, got it with {defence.spec!r} "
+            f"({', '.join(common)}). Drop --defended, so that all defend."
+        )
+
+
 def local_settings(settings: TrainSettings) -> LocalSettings:
     """How each client trains under these settings; momentum has no meaning for the single step of FedSGD."""
     averaging = settings.algorithm == "fedavg"
@@ -140,13 +150,15 @@ class Devices:
             rng=stream(seed, "client", number, "round", round_number),
             aux=self._aux,
         )
-        if self._defence.overrides("on_data"):
+        defends = not self._settings.defended or number in self._settings.defended
+        defence = self._defence if defends else Defence()
+        if defence.overrides("on_data"):
             client = self._with_defended_data(client, folder, is_new=saved is None)
         if self._settings.tripwire != "off":
             guard(self._settings.tripwire, client)
         order = stream(seed, "batches", number, "round", round_number)
         with global_stream(seed, "layers", number, "round", round_number), _explain_single_image():
-            update = train_locally(self._net, received, client, self._defence, self._how, lr, order)
+            update = train_locally(self._net, received, client, defence, self._how, lr, order)
         private = {f"model.{name}": tensor for name, tensor in self._net.private_tensors().items()}
         if private or state or saved:
             folder.save_state(round_number, {**private, **{f"state.{key}": value for key, value in state.items()}})

@@ -16,13 +16,14 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.federated import FederatedData, federate
 from gradveil.defences import Defence, build_defence
-from gradveil.engines.devices import defended, is_private, make_network
+from gradveil.engines.devices import defended, is_private, make_network, refuse_in_part
 from gradveil.engines.in_process import InProcess
 from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError, DivergedError, RunFolderError
 from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation, parse_normalisation
 from gradveil.server import Engine, Round, ScoreRequest, learning_rate, play_round
+from gradveil.tripwire import hearing
 
 MOST_PERSONAL = 200
 """Clients with a model of their own that are scored on all test images at the end."""
@@ -40,6 +41,7 @@ class Simulation:
         workers: processes that train clients; 0 trains in this process, None takes one a core.
         clients_folder: where clients keep their private files; by default a temporary folder.
         dataset: a data set at hand, in place of the named one.
+        aux: public images at hand, in place of the named ones.
         defence: a defence object, in place of the named one (needs ``workers=0``).
         network: builds the network, in place of the named model (needs ``workers=0``).
 
@@ -59,6 +61,7 @@ class Simulation:
         workers: int | None = None,
         clients_folder: Path | None = None,
         dataset: Dataset | None = None,
+        aux: Dataset | None = None,
         defence: Defence | None = None,
         network: Callable[[], nn.Module] | None = None,
     ) -> None:
@@ -67,6 +70,7 @@ class Simulation:
             raise ConfigError(f"workers must be 0 when a defence or network object is given, got {workers}.")
         self.settings = settings
         self.defence = defence or build_defence(settings.defence)
+        refuse_in_part(self.defence, settings)
         device = usable_device(settings.device)
         self.dataset = dataset or load_dataset(settings.dataset, data_root)
         guards = self.defence.early_clients(settings.clients)
@@ -80,7 +84,7 @@ class Simulation:
             settings.clients,
             settings.sensitive,
             settings.seed,
-            load_dataset(settings.aux, data_root) if settings.aux else None,
+            aux or (load_dataset(settings.aux, data_root) if settings.aux else None),
             guards,
         )
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
@@ -136,9 +140,11 @@ class Simulation:
     def _step(self, number: int) -> tuple[Row, Round]:
         started = time.perf_counter()
         self.net.receive(self.net.shared_vector(self.model))
-        played = play_round(
-            number, self.settings, self.defence, self.engine, self.sizes, self.net.module, self.model, self.server_state
-        )
+        with hearing() as alarms:
+            played = play_round(
+                number, self.settings, self.defence, self.engine, self.sizes, self.net.module, self.model,
+                self.server_state,
+            )  # fmt: skip
         self.model = played.model
         seconds = time.perf_counter() - started
         due = number % self.settings.eval_every == 0 or number == self.settings.rounds
@@ -151,6 +157,8 @@ class Simulation:
             "clients": len(played.clients),
             "seconds": round(seconds, 4),
         }
+        if self.settings.tripwire != "off":
+            row["tripwire_warnings"] = len(alarms)  # clients that found a trap
         return row, played
 
     def client_rows(self, round_number: int) -> list[Row]:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation
 from gradveil.server import ScoreRequest
 from gradveil.storage import to_safetensors
+from gradveil.tripwire import TripwireWarning, announce, hearing
 from gradveil.types import Tensors, Update
 
 R = TypeVar("R")
@@ -153,7 +155,7 @@ class Workers:
         """Hand out the tasks and yield their results in order; at most as many are under way as there are rows."""
         waiting = deque(enumerate(tasks))
         load = dict.fromkeys(self._pipes, 0)
-        done: dict[int, tuple[int, object]] = {}
+        done: dict[int, tuple[int, object, list[str]]] = {}
         for position in range(len(tasks)):
             while position not in done:
                 for pipe in sorted(self._pipes, key=load.__getitem__):
@@ -161,10 +163,12 @@ class Workers:
                         number, task = waiting.popleft()
                         self._send(pipe, (number, self._free_rows.pop(), task))
                         load[pipe] += 1
-                for pipe, (number, row, result) in self._receive():
+                for pipe, (number, row, result, alarms) in self._receive():
                     load[pipe] -= 1
-                    done[number] = (row, result)
-            row, result = done.pop(position)
+                    done[number] = (row, result, alarms)
+            row, result, alarms = done.pop(position)
+            for alarm in alarms:
+                announce(alarm)
             if isinstance(result, _Failure):
                 raise _as_error(result)
             value = read(result, row)
@@ -183,7 +187,7 @@ class Workers:
         except OSError as error:
             raise self._lost(pipe) from error
 
-    def _receive(self) -> Iterable[tuple[Connection, tuple[int, int, object]]]:
+    def _receive(self) -> Iterable[tuple[Connection, tuple[int, int, object, list[str]]]]:
         for pipe in wait(self._pipes):
             if isinstance(pipe, Connection):
                 try:
@@ -212,6 +216,7 @@ def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
     _keep_freed_memory()
     torch.set_num_threads(1)
     sys.stdout = sys.stderr  # what a user's model prints is no result
+    warnings.simplefilter("ignore", TripwireWarning)  # the parent says it
     data = FederatedData.load(folder)
     vectors = np.load(folder / "vectors.npy", mmap_mode="r+")
     devices: Devices | None = None
@@ -226,13 +231,15 @@ def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
                 continue
             number, row, task = message
             result: object
+            alarms = list[str]()
             try:
                 if devices is None:
                     devices = _build_devices(blueprint, data)
                 if isinstance(task, _ScoreChunk):
                     result = devices.score(task.request, task.start, begin.round_number, received)
                 else:
-                    update = devices.train(task.client, begin.round_number, received, public, begin.lr)
+                    with hearing() as alarms:
+                        update = devices.train(task.client, begin.round_number, received, public, begin.lr)
                     vector = devices.net.to_vector(update)
                     if vector is None:
                         result = (to_safetensors(update.tensors), update.num_examples, to_safetensors(update.buffers))
@@ -243,7 +250,7 @@ def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
                 result = _Failure(type(error).__name__, str(error))
             except Exception:
                 result = _Failure("", traceback.format_exc())
-            pipe.send((number, row, result))
+            pipe.send((number, row, result, alarms))
     except (EOFError, OSError):  # the parent closed the pipe, or is gone: no private image may stay behind
         shutil.rmtree(folder, ignore_errors=True)
 

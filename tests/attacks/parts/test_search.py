@@ -98,3 +98,11 @@ def test_a_restricted_search_keeps_weights_in_every_phase_and_leaves_out_what_wa
     nothing = search.Search(Objective("l2", weights={"fc.weight": 0.0, "fc.bias": 0.0}))
     with pytest.raises(ConfigError, match="parts=linear"):
         search.restricted(nothing, "linear", seen.network, seen.updates)
+
+
+def test_parts_leave_what_is_beside_the_tensors_out():
+    _, _, seen = scene()
+    whole = search.Search(Objective("cosine", weights={"keep/fc.weight": 0.0, "fc.bias": 2.0}))
+    weights = search.restricted(whole, "linear", seen.network, seen.updates).objective.weights
+    assert weights["keep/fc.weight"] == 0
+    assert (weights["fc.weight"], weights["fc.bias"], weights["conv1.weight"]) == (1, 2, 0)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gradveil.attacks.parts.search import Priors, Search
+from gradveil.attacks.parts.separation import KEEP, PROJECT, projected, separated
 from gradveil.defences.base import Arrived, Countermove
 from gradveil.errors import UnknownNameError
 from gradveil.models.base import normalisation_of
@@ -60,6 +61,8 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     if choice and choice not in moves:
         raise UnknownNameError(f"countermove to {seen.defence.spec}", choice, moves)
     move = moves[choice] if choice else next(iter(moves.values()))
+    if move.separate and (separate := _separating(move, seen)) is not None:
+        move = separate
     objective = replace(search.objective, kind=move.distance or search.objective.kind, weights=move.weights)
     if not move.noise:
         own = replace(search, objective=replace(search.objective, weights=move.weights), move=replace(move, sent=None))
@@ -89,6 +92,18 @@ def _smooth(search: Search, seen: Observation) -> Priors:
     if search.decoder is not None and search.decoder.knows_images:
         return search.priors
     return replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS))
+
+
+def _separating(move: Countermove, seen: Observation) -> Countermove | None:
+    """The move that compares what could be told from the decoys; None where nothing could."""
+    gradients = seen.mean_gradients if move.look is None else move.look(seen.mean_gradients)
+    found = separated(seen, gradients, move.own_label)
+    if found is None:
+        return None
+    sizes = {name: float(tensor.flatten(1).square().sum(1).mean()) for name, tensor in found.items()}
+    counts = {name: size > 0 and not name.startswith((KEEP, PROJECT)) for name, size in sizes.items()}
+    weights = {name: 1 / size if counts[name] else 0.0 for name, size in sizes.items()}  # all tensors count alike
+    return Countermove(projected, weights=weights, look=lambda _: found)
 
 
 def _numel(seen: Observation, name: str) -> int:

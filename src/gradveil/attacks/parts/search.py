@@ -115,7 +115,8 @@ def _keeping(search: Search, kept: Container[str], parts: str, names: Sequence[s
     if not any(weights.values()):
         raise ConfigError(f"parts={parts} must leave some tensor to match, got none in this network. Use parts=all.")
     first = None if search.first is None else _keeping(search.first, kept, parts, names)
-    return replace(search, objective=replace(search.objective, weights=weights), first=first)
+    everything = {**search.objective.weights, **weights}  # what a countermove carries beside the tensors stays out
+    return replace(search, objective=replace(search.objective, weights=everything), first=first)
 
 
 @dataclass(frozen=True)

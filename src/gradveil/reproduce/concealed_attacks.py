@@ -1,0 +1,120 @@
+"""Attacks on single updates under DCS2 and its baselines."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from gradveil.attacks import Scene, build_attack
+from gradveil.data.federated import federate
+from gradveil.defences import build_defence
+from gradveil.engines.simulation import chosen_normalisation
+from gradveil.metrics import score_targets
+from gradveil.models import create_model
+from gradveil.observe import observe
+from gradveil.randomness import stream
+from gradveil.reproduce.base import rounded
+from gradveil.reproduce.concealed_training import CLIENTS, DEFENDED, Images
+from gradveil.threat import Knowledge, ThreatModel
+from gradveil.types import Batch
+
+FIGURES = ("psnr", "ssim", "lpips")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is attacked.
+
+    Attributes:
+        network: untrained, with its normalisation.
+        private: single images of the client that defends, one a target.
+        public: images of nobody's.
+        averages: (classes, C, H, W), the mean public image of each class.
+        num_classes: of the task.
+    """
+
+    network: nn.Module
+    private: Sequence[Batch]
+    public: Batch
+    averages: Tensor
+    num_classes: int
+
+    @property
+    def truth(self) -> Tensor:
+        """(targets, 1, C, H, W)."""
+        return torch.stack([batch.images for batch in self.private])
+
+
+def make_case(images: Images, model: str, partition: str, targets: int, seed: int) -> Case:
+    """The first images of the client that defends, all sensitive, and the network before its first round."""
+    data = images.data
+    parts = federate(data, partition, CLIENTS, "1.0", seed, images.public)
+    mine, public = parts.client(DEFENDED), parts.aux
+    if public is None:
+        raise ValueError("a case needs public images")
+    network = create_model(model, data.shape, data.num_classes, seed, chosen_normalisation("dataset", data))
+    private = [mine[slice(number, number + 1)] for number in range(min(targets, len(mine)))]
+    return Case(network.eval(), private, public, class_averages(public, data.num_classes), data.num_classes)
+
+
+def class_averages(public: Batch, num_classes: int) -> Tensor:
+    """(classes, C, H, W): the mean image of each class, or of all where a class has none.
+
+    Example:
+        >>> images = torch.tensor([0.0, 1.0, 0.5]).view(3, 1, 1, 1)
+        >>> class_averages(Batch(images, torch.tensor([0, 0, 2]), torch.zeros(3) > 0), 3).flatten().tolist()
+        [0.5, 0.5, 0.5]
+    """
+    own = [public.images[public.labels == kind] for kind in range(num_classes)]
+    return torch.stack([(some if len(some) else public.images).mean(0) for some in own])
+
+
+def attack_case(case: Case, defence: str, attack: str, *, adaptive: bool, seed: int) -> Tensor:
+    """What the attack makes of all targets' updates, (targets, 1, C, H, W)."""
+    built, defending = build_attack(attack), build_defence(defence)
+    shape = tuple(case.private[0].images.shape[1:])
+    scene = Scene((shape[0], shape[1], shape[2]), case.num_classes)
+    alters = Knowledge.ALTERS_MODEL in built.needs
+    knows = ["labels", "num-examples", "class-averages"]
+    knows += ["alters-model"] * alters + ["defence"] * adaptive
+    seen = observe(
+        case.network,
+        case.private,
+        threat=ThreatModel.of(*knows),
+        num_classes=case.num_classes,
+        defence=defending,
+        class_averages=case.averages,
+        alter=(lambda network: built.alter(network, scene, stream(seed, "alter"))) if alters else None,
+        aux=case.public if defending.uses_aux else None,
+        seed=seed,
+    )
+    return built(seen, stream(seed, "dcs2", "attack")).images
+
+
+def scores(case: Case, guess: Tensor, root: Path | None) -> dict[str, float | None]:
+    """Mean and standard deviation over the targets of each figure that can be measured."""
+    figures, _ = score_targets(case.truth, guess, root)
+    found: dict[str, float | None] = {}
+    for name in FIGURES:
+        values = [value for row in figures if (value := row[name]) is not None]
+        found[name] = rounded(statistics.fmean(values)) if values else None
+        found[f"{name}_std"] = rounded(statistics.pstdev(values), 2) if values else None
+    return found
+
+
+def pictures(truth: Tensor, guesses: Mapping[str, Tensor]) -> Figure:
+    """A line a target: the truth, and what came back under each title."""
+    columns = {"truth": truth, **guesses}
+    figure = Figure(figsize=(1.3 * len(columns), 1.4 * len(truth) + 0.3), layout="constrained")
+    grid = figure.subplots(len(truth), len(columns), squeeze=False)
+    for column, (title, images) in enumerate(columns.items()):
+        for row, picture in enumerate(images[:, 0]):
+            shown = picture.nan_to_num(0.5).clamp(0, 1).permute(1, 2, 0).squeeze(-1).numpy()
+            grid[row][column].imshow(shown, cmap="gray", vmin=0, vmax=1)
+            grid[row][column].set(xticks=[], yticks=[])
+        grid[0][column].set_title(title, fontsize=7)
+    return figure

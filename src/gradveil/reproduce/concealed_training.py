@@ -1,0 +1,215 @@
+"""DCS2's tasks and their trainings: four data sets with their networks and baselines, and what a defence costs."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from gradveil.config import TrainSettings
+from gradveil.data import Dataset, Split, load_dataset
+from gradveil.defences import build_defence
+from gradveil.defences.dcs2 import Dcs2
+from gradveil.engines.simulation import Simulation
+from gradveil.randomness import derive_seed
+from gradveil.reproduce.base import Lab
+
+CLIENTS, DEFENDED = 10, 5
+"""Ten clients, and the one among them that defends in the authors' code."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of a task is run.
+
+    Attributes:
+        targets: images that are attacked.
+        iterations: of the search for them.
+        steps: of the search for the concealed samples under attack.
+        images: of each client.
+        rounds: of training; 0 trains nothing.
+        training_steps: of the search for the concealed samples in training.
+    """
+
+    targets: int
+    iterations: int
+    steps: int
+    images: int = 0
+    rounds: int = 0
+    training_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of the paper's data sets, and how it is trained on (Section 4.1, Appendix 8.3 and the authors' code).
+
+    Attributes:
+        title: the paper's name for it.
+        dataset: what is loaded, at the scales smoke and small, and at full.
+        models: the network that is attacked and trained, a narrow one at the scale smoke, and the paper's.
+        sizes: what is run at each scale; full is the paper's.
+        defences: the paper's names, and our defences with its settings; noise and pruning at every local step, Soteria
+            with estimated Jacobians.
+        lr: of the clients' SGD with momentum 0.9, times 0.99 a round.
+        weight_decay: of the same.
+        side: of the images, where they are made smaller.
+    """
+
+    title: str
+    dataset: tuple[str, str]
+    models: tuple[str, str]
+    sizes: Mapping[str, Size]
+    defences: Mapping[str, str]
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    side: int = 0
+
+    def model(self, lab: Lab) -> str:
+        """The network at a scale."""
+        return self.models[lab.scale != "smoke"]
+
+
+def _defences(std: float, fraction: float, features: float, dcs2: str) -> dict[str, str]:
+    return {
+        "None": "none",
+        "DP-Gaussian": f"gaussian:std={std:g},where=gradient",
+        "Prune": f"prune:fraction={fraction:g},where=gradient",
+        "Soteria": f"soteria:prune={features:g},probes=64",
+        "DCS2": dcs2,
+    }
+
+
+def _sizes(smoke: Size, small: Size, full: Size) -> dict[str, Size]:
+    return {"smoke": smoke, "small": small, "full": full}
+
+
+_DEEP = (Size(1, 3, 2, 8, 1), Size(2, 150, 100, 64, 4, 5))
+"""Of the ConvNet, whose searches take a hundred times as long as LeNet's."""
+
+TASKS = {
+    "mnist": Task(
+        "MNIST", ("mnist-5k", "mnist"), ("lenet-dlg", "lenet-dlg"),
+        _sizes(Size(2, 30, 10, 20, 2), Size(8, 2000, 1000, 200, 20, 60), Size(64, 10_000, 1000, 200, 200, 1000)),
+        _defences(1e-2, 0.7, 0.2, "dcs2"),
+    ),
+    "cifar10": Task(
+        "CIFAR10", ("cifar10", "cifar10"), ("convnet:width=4", "convnet:width=32"),
+        _sizes(*_DEEP, Size(64, 10_000, 1000, 2000, 200, 1000)),
+        _defences(1e-3, 0.9, 0.5, "dcs2:far=500"), weight_decay=1e-3,
+    ),
+    "faces": Task(
+        "LFW faces for CelebA", ("faces-lfw.npz", "faces-lfw.npz"), ("convnet:width=4", "convnet:width=32"),
+        _sizes(*_DEEP, Size(64, 10_000, 1000, 500, 100, 1000)),
+        _defences(1e-3, 0.7, 0.7, "dcs2:lambda_z=0.1"), lr=1e-3, side=32,
+    ),
+    "tiny": Task(
+        "TinyImageNet", ("tiny-imagenet-1600.npz", "tiny-imagenet-1600.npz"),
+        ("resnet18:stem=7x7,width=8", "resnet18:stem=7x7"),
+        _sizes(Size(1, 0, 2), Size(4, 0, 60), Size(64, 0, 1000, 2000, 100, 1000)),
+        _defences(0.5, 0.7, 0.9, "dcs2:lambda_x=0.001,far=400"),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a task.
+
+    Attributes:
+        data: what is dealt to the clients, and the test images.
+        public: images of the same kind that nobody owns, which concealed samples start at (the authors' proxy split).
+    """
+
+    data: Dataset
+    public: Dataset
+
+
+def load_images(lab: Lab, task: Task) -> Images:
+    """Split the training images into clients' and public ones; but at full scale only some of the test images."""
+    name = task.dataset[lab.scale == "full"]
+    named = str(lab.data_root / name) if name.endswith(".npz") and lab.data_root is not None else name
+    whole = resized(load_dataset(named, lab.data_root), task.side)
+    order = np.random.default_rng(derive_seed(lab.seed, "dcs2", "proxy")).permutation(len(whole.train))
+    free = min(lab.pick(64, 500, 5000), len(order) // 4)
+    most = min(lab.pick(100, 1000, len(whole.test)), len(whole.test))
+    tested = np.linspace(0, len(whole.test) - 1, most).astype(int)  # a set may be sorted by class
+    data = replace(whole, train=chosen(whole.train, order[free:]), test=chosen(whole.test, tested))
+    return Images(data, replace(whole, train=chosen(whole.train, order[:free])))
+
+
+def chosen(split: Split, places: np.ndarray) -> Split:
+    """Some images."""
+    return Split(split.images[places], split.labels[places])
+
+
+def resized(data: Dataset, side: int, *, grey: bool = False) -> Dataset:
+    """The same images with sides of so many pixels (0 leaves them), and if asked for without colours."""
+    if side in (0, data.shape[1]) and not grey:
+        return data
+    constants = ((statistics.fmean(data.mean),), (statistics.fmean(data.std),)) if grey else (data.mean, data.std)
+    train, test = (_smaller(split, side or data.shape[1], grey) for split in (data.train, data.test))
+    return replace(data, train=train, test=test, mean=constants[0], std=constants[1])
+
+
+def _smaller(split: Split, side: int, grey: bool) -> Split:
+    pixels = torch.from_numpy(split.images).float()
+    small = F.interpolate(
+        pixels.mean(1, keepdim=True) if grey else pixels, (side, side), mode="bilinear", antialias=True
+    )
+    return Split(small.round().clamp(0, 255).to(torch.uint8).numpy(), split.labels)
+
+
+def images_each(lab: Lab, task: Task, images: Images) -> int:
+    """Images of each client: as many as the scale has, or what there is."""
+    return min(task.sizes[lab.scale].images or 10, len(images.data.train) // CLIENTS)
+
+
+def partition_of(lab: Lab, task: Task, images: Images, *, by_class: bool = False) -> str:
+    """How images are dealt: at random, or two classes to each client."""
+    count = images_each(lab, task, images)
+    return f"by-class:classes=2,per_class={count // 2}" if by_class else f"iid:images={count}"
+
+
+def training(
+    lab: Lab, task: Task, images: Images, defence: str, *, everyone: bool = False, by_class: bool = False
+) -> TrainSettings:
+    """The training under a defence of one client, whose images are all sensitive, or of all clients."""
+    size, count = task.sizes[lab.scale], images_each(lab, task, images)
+    return TrainSettings(
+        dataset=images.data.name, model=task.model(lab), defence=with_steps(defence, size.training_steps),
+        clients=CLIENTS, rounds=size.rounds, defended=() if everyone else (DEFENDED,),
+        partition=partition_of(lab, task, images, by_class=by_class),
+        sensitive="1.0" if everyone else f"{DEFENDED}:{'/'.join(map(str, range(count)))}",
+        batch_size=64, lr=task.lr, lr_decay=0.99, weight_decay=task.weight_decay, eval_every=max(size.rounds, 1),
+        seed=lab.seed,
+    )  # fmt: skip
+
+
+def with_steps(defence: str, steps: int) -> str:
+    """The defence with so many steps of concealing, wherever it conceals.
+
+    Example:
+        >>> with_steps("dcs2:far=500+prune", 20), with_steps("dcs2", 1000)
+        ('dcs2:far=500,steps=20+prune', 'dcs2')
+    """
+    pieces = [f"{p}{',' if ':' in p else ':'}steps={steps}" if p.startswith("dcs2") else p for p in defence.split("+")]
+    return defence if steps == Dcs2.steps else "+".join(pieces)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """After the last round, on the test images and on the sensitive ones."""
+
+    test: float
+    sensitive: float
+
+
+def train(lab: Lab, settings: TrainSettings, images: Images, progress: Callable[[float], None]) -> Accuracy:
+    """Train, and evaluate after the last round."""
+    aux = images.public if build_defence(settings.defence).uses_aux else None
+    with Simulation(settings, dataset=images.data, aux=aux, workers=lab.workers) as simulation:
+        for row in simulation.run():
+            progress(int(str(row["round"])) / settings.rounds)
+    return Accuracy(float(str(row["accuracy"])), float(str(row["accuracy_sensitive"])))

@@ -1,0 +1,128 @@
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gradveil.attacks.parts.separation import (
+    KEEP,
+    PROJECT,
+    by_channel,
+    by_weight,
+    projected,
+    separated,
+    split_last,
+    unreached,
+)
+from gradveil.defences import Defence
+from gradveil.grads import example_gradients, layer_inputs
+from tests.attacks.scene import scene
+
+SHARE = 0.3
+
+
+class Decoy(Defence):
+    """Adds the gradient of one image of noise for each private one, whose label is mixed with the private one's."""
+
+    def on_gradient(self, gradient, batch, client):
+        image, labels = decoy(batch.labels, client.id, batch.images.shape[-1])
+        added = example_gradients(client.model, image, labels)
+        return {name: tensor + added[name].mean(0) for name, tensor in gradient.items()}
+
+
+def decoy(labels, number, side=8):
+    rng = torch.Generator().manual_seed(number)
+    other = F.one_hot((labels + 1) % 4, 4).float()
+    return 3 * torch.randn(len(labels), 1, side, side, generator=rng), (1 - SHARE) * other + SHARE * F.one_hot(
+        labels, 4
+    )
+
+
+def hidden(**how):
+    grants = how.pop("grants", ("num-examples", "labels"))
+    truth, labels, seen = scene(targets=3, defence=Decoy(), grants=grants, **how)
+    return truth[:, 0], labels[:, 0], seen
+
+
+def test_the_last_layer_falls_into_private_image_and_decoy():
+    truth, labels, seen = hidden()
+    for target in range(3):
+        mine = {name: tensor[target].double() for name, tensor in seen.mean_gradients.items()}
+        private, other = split_last(mine, "fc", seen, int(labels[target]), SHARE)
+        images, mixed = decoy(labels[target : target + 1], target)
+        with torch.no_grad():
+            for half, image, label in (
+                (private, truth[target : target + 1], F.one_hot(labels[target : target + 1], 4)),
+                (other, images, mixed),
+            ):
+                features = layer_inputs(seen.network, ["fc"], image)[0][0].double()
+                assert torch.allclose(half.inputs, features, rtol=1e-3, atol=1e-4)
+                assert torch.allclose(half.error, (seen.network(image).softmax(1) - label)[0].double(), atol=1e-4)
+
+
+def test_what_is_left_is_the_private_images_own_gradient():
+    truth, labels, seen = hidden()
+    found = separated(seen, seen.mean_gradients, SHARE)
+    own = projected(example_gradients(seen.network, truth, labels), found)
+    names = [name for name in found if not name.startswith((KEEP, PROJECT))]
+    assert set(names) == set(seen.updates)
+    for name in names:
+        assert torch.allclose(own[name], found[name], rtol=1e-3, atol=1e-3 * float(found[name].abs().max())), name
+    kept = {name for name in names if bool(found[KEEP + name].all())}
+    assert {"fc.weight", "fc.bias", "conv3.weight", "conv3.bias"} <= kept
+    assert bool(found["conv3.weight"].ne(0).any())
+
+
+def test_a_network_that_is_no_chain_gives_its_last_layer_away():
+    truth, labels, seen = hidden(model="convnet:width=4", side=9)
+    found = separated(seen, seen.mean_gradients, SHARE)
+    last = [name for name in seen.updates if bool(found[KEEP + name].any())]
+    assert last == list(seen.updates)[-2:]
+    own = example_gradients(seen.network, truth, labels)
+    assert torch.allclose(own[last[0]], found[last[0]], atol=1e-3 * float(found[last[0]].abs().max()))
+
+
+def test_it_is_given_up_where_it_cannot_be():
+    _, _, unlabelled = hidden(grants=("num-examples",))
+    assert separated(unlabelled, unlabelled.mean_gradients, SHARE) is None
+    _, _, batches = hidden(size=2)
+    assert separated(batches, batches.mean_gradients, SHARE) is None
+    _, _, seen = hidden()
+    without = {name: tensor for name, tensor in seen.mean_gradients.items() if name != "fc.bias"}
+    assert separated(seen, without, SHARE) is None
+    seen.network.fc = nn.Linear(seen.network.fc.in_features, 5)
+    assert separated(seen, seen.mean_gradients, SHARE) is None
+
+
+def test_a_target_that_cannot_be_told_apart_keeps_its_gradient():
+    truth, labels, seen = hidden()
+    gradients = dict(seen.mean_gradients)
+    alone = example_gradients(seen.network, truth, labels)  # of rank one: nothing hides there
+    mixed = {name: torch.cat([alone[name][:1], tensor[1:]]) for name, tensor in gradients.items()}
+    found = separated(seen, mixed, SHARE)
+    for name, tensor in mixed.items():
+        assert torch.equal(found[name][0], tensor[0])
+        assert bool(found[KEEP + name][0].all())
+    guess = {name: torch.ones_like(tensor) for name, tensor in mixed.items()}
+    assert all(torch.allclose(projected(guess, found)[name][0], guess[name][0]) for name in guess)
+    assert separated(seen, alone, SHARE) is None
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_a_projection_leaves_what_columns_do_not_reach(rows, columns, seed):
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    left = unreached(matrix)
+    assert torch.allclose(left @ matrix, torch.zeros_like(matrix), atol=1e-9)
+    assert torch.allclose(left @ left, left, atol=1e-9)
+    assert torch.allclose(left, left.T)
+    assert torch.linalg.matrix_rank(left, atol=1e-6) == max(0, rows - columns)
+
+
+def test_gradients_by_channel_and_back():
+    for shape in ((2, 3, 4), (2, 3, 4, 5, 5)):
+        gradient = torch.randn(shape)
+        channels = by_channel(gradient)
+        assert channels.shape[:2] == (2, 4)
+        assert torch.equal(channels[1, 2], gradient[1, :, 2].flatten())
+        assert torch.equal(by_weight(channels, gradient), gradient)
