@@ -108,7 +108,7 @@ def test_an_attack_cannot_reach_the_truth(defended):
             return update
 
     private = batches(size=3)
-    grants = ThreatModel(frozenset(Knowledge) - {Knowledge.PUBLIC_DATA})
+    grants = ThreatModel(frozenset(Knowledge) - {Knowledge.PUBLIC_DATA, Knowledge.ENCODINGS})
     seen = observe(
         network(), private, threat=grants, num_classes=3, defence=Keeper() if defended else None, how=LocalSettings()
     )

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ def observe(
     how: LocalSettings | None = None,
     lr: float = 1.0,
     round_number: int = 1,
+    rounds: int = 1,
     public_data: Batch | None = None,
     class_averages: Tensor | None = None,
     alter: Callable[[nn.Module], nn.Module] | None = None,
@@ -49,6 +51,9 @@ def observe(
             on, as in any training).
         lr: the clients' learning rate.
         round_number: which round it is, for defences that change over time.
+        rounds: how many rounds the server looks at, from that one on. It broadcasts the same weights in each, while
+            clients draw anew and keep their state: many encodings of the same images. Then FedSGD may take fewer
+            images a round than a client has.
         public_data: images from elsewhere, given to an attacker who is granted them.
         class_averages: (classes, C, H, W), likewise.
         alter: how a malicious server changes a copy of the network before it is broadcast; must be granted.
@@ -67,7 +72,10 @@ def observe(
         network = alter(copy.deepcopy(network))
     defence = defence or Defence()
     how = how or LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freeze")
-    if how.algorithm == "fedsgd" and how.batch_size not in (0, len(private[0])):
+    whole = len(private[0])
+    if rounds < 1:
+        raise ConfigError(f"rounds must be at least 1, got {rounds}.")
+    if how.algorithm == "fedsgd" and how.batch_size not in (0, whole) and (rounds == 1 or how.batch_size > whole):
         raise ConfigError(
             f"batch_size of fedsgd must be that of the private batches here ({len(private[0])}, or 0 for all), "
             f"got {how.batch_size}. Give the batch that is sent as private data."
@@ -80,25 +88,32 @@ def observe(
         raise ConfigError(f"early must be a batch for each of the defence's {len(guards)} guards, got {len(early)}.")
     others = [number for number in range(len(guards) + first_client + len(private)) if number not in guards]
 
-    def play(number: int, batch: Batch) -> tuple[Update, dict[str, Tensor]]:
-        update, state = _play(network, batch, defence, how, lr, number, side, aux, seed)
-        return defence.on_server(update, side), state
+    def play(number: int, batch: Batch, times: int) -> list[_Played]:
+        return _play(network, batch, defence, how, lr, number, side, aux, seed, times)
 
-    first = {number: play(number, batch)[0] for number, batch in zip(guards, early, strict=True)}
+    first = {number: play(number, batch, 1)[0].update for number, batch in zip(guards, early, strict=True)}
     side = replace(side, public=defence.public(first, side))
-    played = [play(number, batch) for number, batch in zip(others[first_client:], private, strict=True)]
-    sent, states = [update for update, _ in played], [state for _, state in played]
+    played = [
+        one
+        for number, batch in zip(others[first_client:], private, strict=True)
+        for one in play(number, batch, rounds)
+    ]
+    sent, states = [one.update for one in played], [one.state for one in played]
+    size = min(how.batch_size or whole, whole) if how.algorithm == "fedsgd" else whole
     facts: dict[Knowledge, object] = {
-        Knowledge.LABELS: _sorted_labels(private),
-        Knowledge.NUM_EXAMPLES: len(private[0]),
+        Knowledge.LABELS: _granted_labels(private, played, size),
+        Knowledge.NUM_EXAMPLES: size,
         Knowledge.LOCAL_STEPS: how,
         Knowledge.DEFENCE: defence,
         Knowledge.PUBLIC_DATA: public_data,
         Knowledge.CLASS_AVERAGES: class_averages,
         Knowledge.PRIVATE_STATE: states,
     }
-    if Knowledge.BATCH_STATISTICS in threat.knows:
+    if Knowledge.BATCH_STATISTICS in threat.knows and rounds == 1:
         facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(network, private)
+    single = how.num_steps(whole) == 1
+    if Knowledge.ENCODINGS in threat.knows and single:
+        facts[Knowledge.ENCODINGS] = _joined([one.encodings for one in played])
     channels, height, width = private[0].images.shape[1:]
     return Observation(
         network=server.eval(),
@@ -106,12 +121,22 @@ def observe(
         buffers=_stack([update.buffers for update in sent]),
         shape=(channels, height, width),
         num_classes=num_classes,
-        single_step=how.num_steps(len(private[0])) == 1,
+        single_step=single,
         threat=threat,
         public=side.public,
+        rounds=rounds,
         _facts={knowledge: fact for knowledge, fact in facts.items() if knowledge in threat.knows},
         _step_size=lr,
+        _num_images=whole,
     )
+
+
+class _Played(NamedTuple):
+    """One client's round: what it sent, as the server's hook leaves it, what it kept, and what its network saw."""
+
+    update: Update
+    state: dict[str, Tensor]
+    encodings: Batch
 
 
 def _play(
@@ -124,32 +149,54 @@ def _play(
     server: Server,
     aux: Batch | None,
     seed: int,
-) -> tuple[Update, dict[str, Tensor]]:
-    """One client's round, with its own randomness; returns what it sends, and what it keeps."""
+    rounds: int,
+) -> list[_Played]:
+    """One client's rounds, with its own randomness."""
+    played = []
     with global_stream(seed, "observe", "client", number):
         module = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "on_model", number))
         net = FlatModel(module, defence.private)
         received = net.values[net.shared].clone()
         state: dict[str, Tensor] = {}
-        rng = stream(seed, "client", number, "round", server.round)
-        client = Client(
-            number, server.round, module, net.shared_tensors(received), batch, server.public, state, rng, aux
-        )
-        client = replace(client, data=defence.on_data(batch, client))
-        order = stream(seed, "batches", number, "round", server.round)
-        update = train_locally(net, received, client, defence, how, lr, order)
-    return update, {**net.private_tensors(), **state}
+        data = batch
+        for round_number in range(server.round, server.round + rounds):
+            rng = stream(seed, "client", number, "round", round_number)
+            start = net.shared_tensors(received)
+            client = Client(number, round_number, module, start, data, server.public, state, rng, aux)
+            if round_number == server.round:
+                data = defence.on_data(batch, client)
+                client = replace(client, data=data)
+            order = stream(seed, "batches", number, "round", round_number)
+            shown: list[Batch] = []
+            update = train_locally(net, received, client, defence, how, lr, order, shown.append)
+            arrived = defence.on_server(update, replace(server, round=round_number))
+            played.append(_Played(arrived, {**net.private_tensors(), **state}, _joined(shown)))
+    return played
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """One batch after the other, copied; labels are soft where any are."""
+    soft = max(batch.labels.dim() for batch in batches) == 2
+    labels = [batch.labels for batch in batches if not soft or batch.labels.dim() == 2]
+    images, sensitive = ([getattr(batch, name) for batch in batches] for name in ("images", "sensitive"))
+    return Batch(torch.cat(images).detach(), torch.cat(labels).detach(), torch.cat(sensitive))
 
 
 def _stack(parts: Sequence[Tensors]) -> dict[str, Tensor]:
     return {name: torch.stack([part[name].detach() for part in parts]) for name in parts[0]}
 
 
-def _sorted_labels(private: Sequence[Batch]) -> Tensor | None:
-    """(T, B) class labels, sorted; None for soft ones."""
+def _granted_labels(private: Sequence[Batch], played: Sequence[_Played], size: int) -> Tensor | None:
+    """(T, B) class labels, sorted; (T, B, classes) where clients trained on mixtures; None where they came so."""
     if private[0].labels.dim() != 1:
         return None
-    return torch.stack([batch.labels.sort().values for batch in private])
+    shown = [one.encodings.labels for one in played]
+    if all(labels.dim() == 2 and len(labels) == size for labels in shown):
+        return torch.stack(shown)
+    if size < len(private[0]):
+        return torch.stack([labels.sort().values for labels in shown])
+    rounds = len(played) // len(private)
+    return torch.stack([batch.labels.sort().values for batch in private]).repeat_interleave(rounds, 0)
 
 
 def _batch_statistics(network: nn.Module, private: Sequence[Batch]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -88,7 +88,7 @@ def _scan(package: types.ModuleType, base: type[Component]) -> dict[str, type[Co
 
 
 def split_specs(text: str) -> list[str]:
-    """Split a comma-separated list of components; a piece with ``=`` but no ``:`` continues the one before it.
+    """Split a comma-separated list of components; a piece with ``=`` but no ``:`` before it continues the last one.
 
     Example:
         >>> split_specs("none,prune:fraction=0.9,scope=global,gaussian:scale=1e-3")
@@ -96,7 +96,8 @@ def split_specs(text: str) -> list[str]:
     """
     specs: list[str] = []
     for piece in text.split(","):
-        if "=" in piece and ":" not in piece and specs:
+        key, equals, _ = piece.partition("=")
+        if equals and ":" not in key and specs:
             specs[-1] += f",{piece}"
         else:
             specs.append(piece)

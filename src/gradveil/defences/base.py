@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.registry import Component
+from gradveil.storage import PrivateFolder
 from gradveil.types import Batch, Tensors, Update
 from gradveil.validate import one_of
 
@@ -41,6 +42,7 @@ class Client:
             client's private folder, never sent.
         rng: random stream of this client and round, on the CPU.
         aux: public images that are at hand on every device; None where there are none.
+        folder: the client's own files, for long work that must survive an interruption; None where nothing is kept.
     """
 
     id: int
@@ -52,6 +54,7 @@ class Client:
     state: MutableMapping[str, Tensor]
     rng: torch.Generator
     aux: Batch | None = None
+    folder: PrivateFolder | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,9 @@ class Countermove:
         decoys: images that the defence hides behind each private one; the attacker searches them too, with unknown soft
             labels and no prior, and adds their mean gradient to the guess's before ``sent``.
         own_label: share of the private image's own label in those of its decoys.
+        soft_labels: whether clients train on mixtures of labels, so that unknown ones are searched as such.
+        decode: attacks that turn guesses of what the network saw into private images, one after the other; each is
+            the text of a `gradveil.attacks.base.Decoder`.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -101,6 +107,8 @@ class Countermove:
     look: Callable[[Tensors], Tensors] | None = None
     decoys: int = 0
     own_label: float = 0.0
+    soft_labels: bool = False
+    decode: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,8 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
         look=look if looks else None,
         decoys=first.decoys + second.decoys,
         own_label=max(first.own_label, second.own_label),
+        soft_labels=first.soft_labels or second.soft_labels,
+        decode=second.decode + first.decode,
     )
 
 

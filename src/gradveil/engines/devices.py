@@ -139,6 +139,7 @@ class Devices:
             state=state,
             rng=stream(seed, "client", number, "round", round_number),
             aux=self._aux,
+            folder=folder,
         )
         if self._defence.overrides("on_data"):
             client = self._with_defended_data(client, folder, is_new=saved is None)

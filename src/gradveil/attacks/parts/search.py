@@ -120,7 +120,7 @@ class Task:
     Attributes:
         wanted: mean gradients (rows, ...).
         statistics: of BatchNorm, (rows, channels).
-        labels: (rows, B), where they are fixed.
+        labels: (rows, B), or soft ones (rows, B, classes), where they are fixed.
     """
 
     wanted: Tensors
@@ -190,7 +190,7 @@ class Step:
         """Normalised images (rows * B, C, H, W), and labels (rows * B,) or soft ones (rows * B, classes)."""
         images = flat[:, : self.num_pixels].reshape(-1, *self.seen.shape)
         if labels is not None:
-            return images, labels.reshape(-1)
+            return images, labels.flatten(0, 1)
         logits = flat[:, self.num_pixels :][:, : self.batch_size * self.seen.num_classes]
         return images, logits.reshape(-1, self.seen.num_classes).softmax(1)
 
