@@ -94,9 +94,7 @@ def observe(
     first = {number: play(number, batch, 1)[0].update for number, batch in zip(guards, early, strict=True)}
     side = replace(side, public=defence.public(first, side))
     played = [
-        one
-        for number, batch in zip(others[first_client:], private, strict=True)
-        for one in play(number, batch, rounds)
+        one for number, batch in zip(others[first_client:], private, strict=True) for one in play(number, batch, rounds)
     ]
     sent, states = [one.update for one in played], [one.state for one in played]
     size = min(how.batch_size or whole, whole) if how.algorithm == "fedsgd" else whole

@@ -93,6 +93,8 @@ def split_specs(text: str) -> list[str]:
     Example:
         >>> split_specs("none,prune:fraction=0.9,scope=global,gaussian:scale=1e-3")
         ['none', 'prune:fraction=0.9,scope=global', 'gaussian:scale=1e-3']
+        >>> split_specs("loda:c=20,extractor=resnet20:width=8,none")
+        ['loda:c=20,extractor=resnet20:width=8', 'none']
     """
     specs: list[str] = []
     for piece in text.split(","):
@@ -161,8 +163,10 @@ def own_files(spec: str) -> list[str]:
     Example:
         >>> own_files("none+my/idea.py:Mine:x=1+other.py:Other")
         ['my/idea.py', 'other.py']
+        >>> own_files("loda:extractor=nets/mine.py:factory,c=20")
+        ['nets/mine.py']
     """
-    return re.findall(r"(?:^|\+)([^+]+?\.py)(?=:)", spec)
+    return re.findall(r"(?:^|[+=])([^+=]+?\.py)(?=:)", spec)
 
 
 def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file holds
