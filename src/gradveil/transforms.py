@@ -98,7 +98,8 @@ def _rotated(images: Tensor, angle: float, *, fill: float) -> Tensor:
 
 def _blended(images: Tensor, other: Tensor, strength: float, signs: Tensor) -> Tensor:
     """Away from, or towards, another image: Pillow's enhancers with a factor of 1 + strength or 1 - strength."""
-    return other + (1 + strength * signs) * (images - other)
+    blended: Tensor = other + (1 + strength * signs) * (images - other)
+    return blended
 
 
 def _grey(images: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def _smooth(images: Tensor) -> Tensor:
 
 
 def _posterize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    step = 2 ** (8 - round(strength))
+    step = float(2 ** (8 - round(strength)))
     return torch.floor(torch.round(images * 255) / step) * step / 255
 
 

@@ -17,6 +17,7 @@ from gradveil.registry import build
 from gradveil.types import Batch, Tensors, Update
 
 Side = TypeVar("Side", Client, Server)
+D = TypeVar("D", bound=Defence)
 
 
 def build_defence(spec: str) -> Defence:
@@ -29,6 +30,12 @@ def build_defence(spec: str) -> Defence:
     pieces = re.split(r"\+(?=[A-Za-z./~])", spec)
     members = tuple(build(Defence, piece) for piece in pieces)
     return members[0] if len(members) == 1 else Chain(members)
+
+
+def member(defence: Defence, kind: type[D]) -> D | None:
+    """The defence itself, or the first member of a chain, that is of a kind; None where there is none."""
+    members = defence.defences if isinstance(defence, Chain) else (defence,)
+    return next((each for each in members if isinstance(each, kind)), None)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Loda(Defence):
 
     Attributes:
         extractor: a model of the zoo or one's own ``file.py:factory``, its settings split by ``;``
-            (``resnet20:width=8;shortcut=B``); ``model`` is the network that is trained, as the client first received it.
+            (``resnet20:width=8;shortcut=B``); ``model`` is the network that is trained, as the client first got it.
         weights: safetensors file of the extractor's weights, trained on public data; needed unless it is ``model``, or
             a ``file.py:factory`` that loads its own.
         classes: of the extractor; 0 is as many as those of the task.
@@ -127,7 +127,7 @@ class Loda(Defence):
         }
 
     def features(self, model: nn.Module, shape: tuple[int, int, int]) -> Features:
-        """g for images of a shape; ``model`` is the network that is trained."""
+        """The map g for images of a shape; ``model`` is the network that is trained."""
         parameter = next(model.parameters())
         if self.extractor == "model":
             network = copy.deepcopy(model)

@@ -28,8 +28,9 @@ class Features:
             if name not in known:
                 raise UnknownNameError("layer of the feature extractor", name, known)
             if called.count(name) != 1:
+                uses = called.count(name)
                 raise ConfigError(
-                    f"Layer {name!r} must be used once in a forward pass, got {called.count(name)} uses. Choose another."
+                    f"Layer {name!r} must be used once in a forward pass, got {uses} uses. Choose another."
                 )
         self.names = sorted(names, key=called.index)
 

@@ -1,0 +1,110 @@
+import pytest
+import torch
+
+from gradveil.attacks import build_attack
+from gradveil.attacks.encodings import Encodings
+from gradveil.attacks.stationarity import Stationarity, _Goal
+from gradveil.defences.loda import Loda
+from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.models import create_model
+from gradveil.observe import observe
+from gradveil.threat import Knowledge, ThreatModel
+from gradveil.types import Batch
+from tests.attacks.scene import psnr
+
+SHAPE = (2, 8, 8)
+
+
+def pictures(count, seed):
+    rng = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(count, 2, 3, 3, generator=rng)
+    images = torch.nn.functional.interpolate(coarse, size=(8, 8), mode="bilinear")
+    return Batch(images, torch.zeros(count, dtype=torch.long), torch.zeros(count) > 0)
+
+
+def look(defence, grants=("encodings", "num-examples", "defence"), rounds=1):
+    network = create_model("resnet20:width=4", SHAPE, 4, 0).eval()
+    private = [pictures(2, 1), pictures(2, 2)]
+    seen = observe(
+        network,
+        private,
+        threat=ThreatModel.of(*grants),
+        num_classes=4,
+        defence=defence,
+        aux=pictures(9, 3),
+        public_data=pictures(20, 4),
+        rounds=rounds,
+    )
+    return torch.stack([batch.images for batch in private]), seen
+
+
+def nearest(truth, images):
+    """PSNR of each truth's nearest guess; batches are shuffled."""
+    return torch.stack(
+        [torch.stack([psnr(t.expand_as(g), g).max() for t in ts]) for ts, g in zip(truth, images, strict=True)]
+    )
+
+
+def test_equation_6_by_hand():
+    _, seen = look(Loda(steps=1))
+    features = Loda().features(seen.network, SHAPE)
+    at, x = pictures(1, 5).images, pictures(1, 6).images
+
+    def g(images):
+        return torch.cat([output.flatten() for output in features(images)])
+
+    jacobian = torch.autograd.functional.jacobian(g, at).view(-1, at.numel())
+    residual = jacobian.T @ (g(at) - g(x)) - 3.0 * (at - x).flatten()
+    found = Stationarity(c=3.0)._loss(features, _Goal.of(features, at), x)
+    assert found.item() == pytest.approx(residual.square().sum().item(), rel=1e-3)
+    assert Stationarity(c=3.0)._loss(features, _Goal.of(features, at), at).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_at_the_bounds_a_gradient_that_points_outwards_is_no_error():
+    _, seen = look(Loda(steps=1))
+    features = Loda().features(seen.network, SHAPE)
+    x = pictures(1, 6).images
+    at = torch.zeros(1, *SHAPE)  # minus c (x' - x) is positive everywhere: at 0 that keeps x' where it is
+    strong = Stationarity(c=1e4, bounds=True)
+    assert strong._loss(features, _Goal.of(features, at), x).item() == pytest.approx(0, abs=1e-3)
+    assert Stationarity(c=1e4)._loss(features, _Goal.of(features, at), x).item() > 1
+
+
+@pytest.mark.parametrize("spec", ["stationarity:way=features,steps=150,tv=0.01", "stationarity:steps=150,c=0"])
+def test_it_comes_nearer_to_the_image_than_what_the_network_saw(spec):
+    defence = Loda(steps=60, c=0.3, layers="conv1")
+    truth, seen = look(defence)
+    _, blind = look(defence, grants=("encodings", "num-examples"))
+    rng = torch.Generator().manual_seed(0)
+    shown = nearest(truth, Encodings()(blind, rng).images)
+    found = build_attack(spec)(seen, rng)
+    assert found.images.shape == truth.shape
+    assert nearest(truth, found.images).mean() > shown.mean() + 1
+
+
+def test_a_known_defence_is_decoded_after_any_attack():
+    truth, seen = look(Loda(steps=3))
+    chosen = next(iter(Loda().adaptive(None).values())).decode[0]
+    rng = torch.Generator().manual_seed(0)
+    assert torch.allclose(Encodings()(seen, rng).images, build_attack(chosen)(seen, rng).images)
+    assert Encodings()(seen, rng).images.shape == truth.shape
+
+
+def test_settings_are_searched_on_public_images():
+    defence = Loda(steps=10)
+    _, seen = look(defence, grants=("encodings", "num-examples", "defence", "public-data"))
+    features = defence.features(seen.network, SHAPE)
+    attack = Stationarity(search=3, way="features", start="public")
+    assert Knowledge.PUBLIC_DATA in attack.needs
+    chosen = attack._searched(defence, features, seen, torch.Generator().manual_seed(0))
+    assert chosen.steps in (50, 100, 200, 400)
+    assert chosen.tv in (1e-3, 1e-2, 1e-1, 1.0)
+    _, without = look(defence)
+    with pytest.raises(ThreatModelError, match="public-data"):
+        attack(without, torch.Generator())
+
+
+@pytest.mark.parametrize("bad", ["way=none", "c=-1", "steps=0", "lr=0", "start=x", "search=-1", "tv=-1"])
+def test_bad_settings(bad):
+    with pytest.raises(ConfigError, match=bad.split("=")[0]):
+        build_attack(f"stationarity:{bad}")
