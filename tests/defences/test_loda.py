@@ -24,11 +24,13 @@ def make_client(data=None, aux=True, folder=None, seed=0):
 
 def objective(defence, client, images, found):
     features = defence.features(client.model, SHAPE)
-    return features.distance(found, features(images)) - defence.c * (found - images).square().flatten(1).sum(1)
+    far = (found - images).square().flatten(1).mean(1)
+    return features.distance(found, features(images), mean=True) - defence.c * far
 
 
-def test_one_step_is_the_papers_by_a_plain_loop():
-    client, defence = make_client(), Loda(steps=3, c=0.5, lr=0.2)
+@pytest.mark.parametrize("mean", [True, False])
+def test_one_step_is_the_papers_by_a_plain_loop(mean):
+    client, defence = make_client(), Loda(steps=3, c=0.5, lr=0.2, mean_squares=mean)
     data = client.data
     out = defence.on_data(data, client)
     starts = client.aux.images[torch.randint(7, (5,), generator=torch.Generator().manual_seed(0))]
@@ -38,8 +40,9 @@ def test_one_step_is_the_papers_by_a_plain_loop():
         truth = data.images[number : number + 1]
         for _ in range(3):
             x.requires_grad_()
-            feature = sum(((a - b) ** 2).sum() for a, b in zip(features(x), features(truth), strict=True))
-            slope = torch.autograd.grad(feature - 0.5 * ((x - truth) ** 2).sum(), x)[0]
+            square = torch.Tensor.mean if mean else torch.Tensor.sum
+            feature = sum(square((a - b) ** 2) for a, b in zip(features(x), features(truth), strict=True))
+            slope = torch.autograd.grad(feature - 0.5 * square((x - truth) ** 2), x)[0]
             x = (x.detach() - 0.2 * slope / slope.norm()).clamp(0, 1)
         assert torch.allclose(out.images[number], x[0], atol=1e-5)
     assert torch.equal(out.labels, data.labels)

@@ -85,33 +85,34 @@ class Stationarity(Decoder):
         obscured = found.images.flatten(0, 1)
         usable = obscured.flatten(1).isfinite().all(1)
         begun = self._begin(obscured, seen, rng)
-        (images,), loss = chosen._descend(features, obscured.nan_to_num(0.5), begun, (chosen.steps,))
+        how = _How(features, mean=defence.mean_squares)
+        (images,), loss = chosen._descend(how, obscured.nan_to_num(0.5), begun, (chosen.steps,))
         images = torch.where(usable.view(-1, 1, 1, 1), images, torch.nan)
         return replace(
             found, images=images.view_as(found.images), loss=loss.view(len(found.images), -1).mean(1).to(found.loss)
         )
 
     def _descend(
-        self, features: Features, obscured: Tensor, begun: Tensor, stops: Sequence[int]
+        self, how: "_How", obscured: Tensor, begun: Tensor, stops: Sequence[int]
     ) -> tuple[list[Tensor], Tensor]:
         """The best images so far after each number of steps, and their losses at the end."""
         parts = [
-            self._descend_some(features, some, start, stops)
+            self._descend_some(how, some, start, stops)
             for some, start in zip(torch.split(obscured, _TOGETHER), torch.split(begun, _TOGETHER), strict=True)
         ]
         images = [torch.cat([shown[number] for shown, _ in parts]) for number in range(len(stops))]
         return images, torch.cat([loss for _, loss in parts])
 
     def _descend_some(
-        self, features: Features, obscured: Tensor, begun: Tensor, stops: Sequence[int]
+        self, how: "_How", obscured: Tensor, begun: Tensor, stops: Sequence[int]
     ) -> tuple[list[Tensor], Tensor]:
-        goal = _Goal.of(features, obscured)
+        goal = _Goal.of(how.features, obscured)
         x = begun.clone().requires_grad_()
         optimiser = torch.optim.Adam([x], lr=self.lr)
         best, least, shown = begun, torch.full((len(begun),), torch.inf).to(begun), []
         with torch.enable_grad():
             for step in range(max(stops) + 1):
-                loss = self._loss(features, goal, x)
+                loss = self._loss(how, goal, x)
                 better = loss.detach() < least
                 best = torch.where(better.view(-1, 1, 1, 1), x.detach(), best)
                 least = torch.where(better, loss.detach(), least)
@@ -124,11 +125,12 @@ class Stationarity(Decoder):
                 tell(step / max(stops))
         return shown, least
 
-    def _loss(self, features: Features, goal: "_Goal", x: Tensor) -> Tensor:
+    def _loss(self, how: "_How", goal: "_Goal", x: Tensor) -> Tensor:
         """(N,)."""
         if self.way == "features":
-            return features.distance(x, goal.features) / goal.size + self.tv * total_variation(x)
-        difference = [there - here for there, here in zip(goal.features, features(x), strict=True)]
+            return how.features.distance(x, goal.features) / goal.size + self.tv * total_variation(x)
+        pairs = zip(goal.features, how.features(x), strict=True)
+        difference = [(there - here) * how.scale(here, x) for there, here in pairs]
         pulled = torch.autograd.grad(goal.outputs, goal.at, difference, create_graph=True, retain_graph=True)[0]
         residual = pulled - self.c * (goal.at.detach() - x)
         if self.bounds:
@@ -154,7 +156,7 @@ class Stationarity(Decoder):
         best, least = self, torch.inf
         for weight in WEIGHTS[self.way]:
             tried = replace(self, c=weight) if self.way == "stationarity" else replace(self, tv=weight)
-            shown, _ = tried._descend(features, obscured, begun, STEPS)
+            shown, _ = tried._descend(_How(features, mean=defence.mean_squares), obscured, begun, STEPS)
             for steps, images in zip(STEPS, shown, strict=True):
                 error = float((images - truth).square().mean())
                 if error < least:
@@ -165,6 +167,17 @@ class Stationarity(Decoder):
 _TOGETHER = 16
 """Images that are searched together; more do not fit a CPU's cache."""
 _EDGE = 1e-3
+
+
+class _How(NamedTuple):
+    """The map g, and whether the defence takes means of squares: then features weigh as pixels do in all."""
+
+    features: Features
+    mean: bool
+
+    def scale(self, output: Tensor, images: Tensor) -> float:
+        """What a layer's features count for, beside pixels."""
+        return images[0].numel() / output[0].numel() if self.mean else 1.0
 
 
 class _Goal(NamedTuple):

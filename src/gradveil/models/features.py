@@ -41,10 +41,14 @@ class Features:
             self.network(images)
         return found
 
-    def distance(self, images: Tensor, wanted: Sequence[Tensor]) -> Tensor:
-        """(N,) squared Euclidean distances of the images' features from those wanted."""
+    def distance(self, images: Tensor, wanted: Sequence[Tensor], *, mean: bool = False) -> Tensor:
+        """(N,) squared Euclidean distances of the images' features from those wanted.
+
+        With ``mean`` each layer's square is divided by the number of its features.
+        """
         pairs = zip(self(images), wanted, strict=True)
-        return torch.stack([(ours - theirs).square().flatten(1).sum(1) for ours, theirs in pairs]).sum(0)
+        squares = [(ours - theirs).square().flatten(1) for ours, theirs in pairs]
+        return torch.stack([square.mean(1) if mean else square.sum(1) for square in squares]).sum(0)
 
 
 def chosen_layers(network: nn.Module, shape: tuple[int, int, int], choice: str) -> list[str]:

@@ -160,8 +160,9 @@ def solved(
     r"""Eq. 3 of the LODA paper: :math:`\min_X \| |MX| - |E| \|^2`, with M searched too, by turns.
 
     Given M and the signs of MX, X is a least-squares problem with one matrix for all pixels; given X, so is M, with
-    coefficients that are not negative and at most ``parts`` of them. Signs are those of the last MX; each pixel begins
-    with several random ones and keeps what explains it best. What M leaves of one is of the ``background``.
+    coefficients that are not negative and at most ``parts`` of them. Signs are those of the last MX; each pixel tries
+    several random ones, first, half-way and last, and keeps what explains it best. What M leaves of one is of the
+    ``background``.
 
     Args:
         encodings: (E, D); absolute values where ``flipped``.
@@ -170,13 +171,14 @@ def solved(
         parts: images of the N in an encoding at most.
         background: (D,), the mean of what else was mixed in; zero where nothing was.
         rounds: of turns.
-        restarts: random signs that each pixel begins with.
+        restarts: random signs that each pixel tries.
         rng: of these.
     """
     mixing, images = coefficients, torch.zeros(coefficients.shape[1], encodings.shape[1])
     for turn in range(rounds):
         if flipped:
-            images = _signed_images(encodings, mixing, background, images, restarts if turn == 0 else 1, rng)
+            starts = restarts if turn in (0, rounds // 2, rounds - 1) else 1
+            images = _signed_images(encodings, mixing, background, images, starts, rng)
         else:
             images = _images(encodings, mixing, background)
         if turn < rounds - 1:
