@@ -95,7 +95,7 @@ class _Sizes:
 def _sizes(lab: Lab) -> _Sizes:
     return lab.pick(
         _Sizes(6, 24, 5, 3, 10, 2, 40, 100, 1, "resnet20:width=4"),
-        _Sizes(8, 400, 400, 500, 200, 20, 300, 2000, 20, "resnet20"),
+        _Sizes(8, 400, 300, 500, 150, 12, 300, 2000, 20, "resnet20:width=8"),
         _Sizes(16, 800, 24_000, 500, 1000, 40, 50_000, 9500, 200, "resnet18"),
     )
 
@@ -169,7 +169,7 @@ def _guessed(lab: Lab, scene: _Scene, defence: Defence, tv: float) -> tuple[Tens
 def _decoder(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder | None:
     sizes = _sizes(lab)
     if isinstance(defence, Mixup):
-        return Unmix(train=sizes.train, restarts=lab.pick(1, 4, 8), rounds=sizes.unmixing)
+        return Unmix(train=sizes.train, restarts=lab.pick(1, 2, 8), rounds=sizes.unmixing)
     if isinstance(defence, Loda):
         return Stationarity(way=way, steps=lab.pick(5, 100, 100), search=lab.pick(0, 0, 8))
     return Untransform() if isinstance(defence, Ats) else None
@@ -247,8 +247,8 @@ def _comparison(
 def _notes(lab: Lab, *, adaptive: bool) -> list[str]:
     sizes = _sizes(lab)
     notes = [
-        f"Attacked: {ATTACKED}, uniform initialisation, one encoded image a gradient, labels known (mixtures where they "
-        f"are), {sizes.iterations} steps of gs; {sizes.targets} private images. The paper does not name its network.",
+        f"Attacked: {ATTACKED}, uniform initialisation, one encoded image a gradient, labels known (mixtures where "
+        f"they are), {sizes.iterations} steps of gs; {sizes.targets} private images. The paper names no network.",
         f"Accuracy: {sizes.model}, {sizes.epochs} epochs on {sizes.learn:,} images (the paper: ResNet18 on all).",
         "LODA's extractor is a resnet20 trained on CIFAR-10 itself (the paper: a ResNet18 trained on CIFAR-100, for "
         "SVHN on its extra images); its starts are test images that nothing is measured on (the paper: CIFAR-100).",
@@ -371,8 +371,8 @@ def from_encodings(lab: Lab) -> Result:
         rows.append(row)
     lab.progress(1.0, "done")
     notes = [
-        "The attacker was given the encodings, as Carlini et al. were, and knew the defence and public test images; not "
-        "the coefficients, partners or signs. For LODA the way is that of the features, from a grey image.",
+        "The attacker was given the encodings, as Carlini et al. were, and knew the defence and public test images, "
+        "not the coefficients, partners or signs. For LODA the way is that of the features, from a grey image.",
         f"{sizes.targets} private CIFAR-10 images, mixed among themselves; a grey image has some 12 dB.",
     ]
     return Result(rows, notes)
