@@ -52,7 +52,7 @@ def test_equation_6_by_hand(mean):
     at, x = pictures(1, 5).images, pictures(1, 6).images
 
     def objective(obscured):
-        return Loda(c=3.0, mean_squares=mean)._objective(features, obscured, x, features(x)).sum()
+        return Loda(c=3.0, mean_squares=mean).objective(features, obscured, x, features(x)).sum()
 
     slope = torch.autograd.functional.jacobian(objective, at) / 2
     residual = slope * at.numel() if mean else slope

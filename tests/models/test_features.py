@@ -50,6 +50,17 @@ def test_the_distance_is_the_sum_over_layers_and_has_a_gradient(network):
     assert torch.autograd.grad(found.sum(), others)[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_slope_is_the_gradient_of_the_distance(network, mean):
+    images, others = torch.rand(2, *SHAPE), torch.rand(2, *SHAPE, requires_grad=True)
+    features = Features(network, ["conv1", "layer2.0.conv1"], SHAPE)
+    wanted = features(images)
+    distance = features.distance(others, wanted, mean=mean)
+    assert torch.allclose(
+        features.slope(others, wanted, mean=mean), torch.autograd.grad(distance.sum(), others)[0], atol=1e-5
+    )
+
+
 def test_an_output_that_is_changed_in_place_later_is_kept():
     network = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(inplace=True), nn.Conv2d(2, 2, 3)).eval()
     images = torch.rand(2, *SHAPE)

@@ -99,6 +99,7 @@ def _observed(
         defence=defence,
         how=_local(settings, cell),
         lr=settings.lr if settings.update == "local" else 1.0,
+        rounds=settings.looks,
         public_data=public,
         class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
         alter=(lambda net: attack.alter(net, scene, stream(cell.seed, "alter"))) if alters else None,

@@ -148,19 +148,18 @@ class Loda(Defence):
         """Algorithm 1 for images (N, C, H, W) at once, from the images ``begun``."""
         with torch.no_grad():
             wanted = features(images)
-        found = begun
+        away = 2 * self.c / (images[0].numel() if self.mean_squares else 1)  # times the pixels' difference
+        found = begun.detach()
         for _ in range(self.steps):
-            with torch.enable_grad():
-                leaf = found.detach().requires_grad_()
-                loss = self._objective(features, leaf, images, wanted)
-                slope = torch.autograd.grad(loss.sum(), leaf)[0]
+            slope = features.slope(found, wanted, mean=self.mean_squares)
+            slope = slope.sub_(found - images, alpha=away)
             length = slope.flatten(1).norm(dim=1).clamp_min(torch.finfo(slope.dtype).tiny).view(-1, 1, 1, 1)
-            found = (leaf.detach() - self.lr * slope / length).clamp(0, 1)
+            found = (found - self.lr * slope / length).clamp_(0, 1)
         if not bool(found.isfinite().all()):
             raise DefenceError("Defence 'loda' found no finite image. Check the extractor's weights.")
         return found
 
-    def _objective(self, features: Features, obscured: Tensor, images: Tensor, wanted: Sequence[Tensor]) -> Tensor:
+    def objective(self, features: Features, obscured: Tensor, images: Tensor, wanted: Sequence[Tensor]) -> Tensor:
         """Eq. 4, (N,); ``wanted`` are the features of the images."""
         apart = (obscured - images).square().flatten(1)
         far = apart.mean(1) if self.mean_squares else apart.sum(1)

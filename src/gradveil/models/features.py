@@ -33,12 +33,20 @@ class Features:
                     f"Layer {name!r} must be used once in a forward pass, got {uses} uses. Choose another."
                 )
         self.names = sorted(names, key=called.index)
+        self._copies = False
 
     def __call__(self, images: Tensor) -> list[Tensor]:
         """One tensor (N, ...) a layer, in the order in which they are called."""
         found: list[Tensor] = []
-        with _watching(self.network, self.names, lambda name, output: found.append(output), last=self.names[-1]):
+
+        def show(name: str, output: Tensor) -> None:
+            found.append(output.clone() if self._copies else output)
+
+        with _watching(self.network, self.names, show, last=self.names[-1]):
             self.network(images)
+        if any(output._version for output in found):  # a layer behind changed it in place
+            self._copies = True
+            return self(images)
         return found
 
     def distance(self, images: Tensor, wanted: Sequence[Tensor], *, mean: bool = False) -> Tensor:
@@ -49,6 +57,17 @@ class Features:
         pairs = zip(self(images), wanted, strict=True)
         squares = [(ours - theirs).square().flatten(1) for ours, theirs in pairs]
         return torch.stack([square.mean(1) if mean else square.sum(1) for square in squares]).sum(0)
+
+    def slope(self, images: Tensor, wanted: Sequence[Tensor], *, mean: bool = False) -> Tensor:
+        """The gradient of `distance` by the images (N, C, H, W), without working out the distance."""
+        with torch.enable_grad():
+            leaf = images.detach().requires_grad_()
+            found = self(leaf)
+        pulls = [
+            (ours.detach() - theirs).mul_(2 / ours[0].numel() if mean else 2)
+            for ours, theirs in zip(found, wanted, strict=True)
+        ]
+        return torch.autograd.grad(found, leaf, pulls)[0]
 
 
 def chosen_layers(network: nn.Module, shape: tuple[int, int, int], choice: str) -> list[str]:
@@ -86,7 +105,7 @@ def _watching(
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            show(name, output.clone() if last != name else output)  # it may be changed in place later
+            show(name, output)
             if name == last:
                 raise _Enough
 
