@@ -1,11 +1,13 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from gradveil.defences import Arrived, Client, build_defence
 from gradveil.defences.loda import Loda
+from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError, UnknownNameError
 from gradveil.models import Normalisation, create_model
 from gradveil.storage import PrivateFolder
@@ -173,3 +175,25 @@ def test_pixels_out_of_range_are_refused():
 def test_the_countermoves_name_decoders():
     moves = Loda().adaptive(Arrived({}, [1.0]))
     assert all(move.decode for move in moves.values())
+
+
+def test_a_training_obscures_each_client_once_from_public_images_of_any_classes(tmp_path, tiny, monkeypatch):
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (60, 1, 28, 28), dtype=np.uint8), np.arange(60) % 30
+    np.savez(tmp_path / "public.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    made = []
+    honest = Loda.obscured
+
+    def counting(self, features, images, begun):
+        made.append(len(images))
+        return honest(self, features, images, begun)
+
+    monkeypatch.setattr(Loda, "obscured", counting)
+    settings = replace(
+        tiny, model="lenet-dlg", defence="loda:steps=2,together=15", aux=f"{tmp_path}/public.npz", clients=2
+    )
+    with Simulation(settings, clients_folder=tmp_path / "clients", workers=0) as simulation:
+        rows = list(simulation.run())
+    assert made == [15, 5, 15, 5]
+    assert all(row["loss"] > 0 for row in rows)
+    assert len(list((tmp_path / "clients").glob("*/private/loda-*"))) == 4

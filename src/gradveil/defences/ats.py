@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,8 @@ class Ats(Defence):
             have 4.
         mirror: whether images are mirrored with a chance of one half before the policy; so have the authors.
     """
+
+    hides_images: ClassVar[bool] = True
 
     policy: str = "21-13-3+7-4-15"
     crop: int = 0

@@ -169,12 +169,16 @@ class Defence(Component):
         takes_own_gradient: whether ``on_gradient`` starts from the images, whatever earlier members of a chain made of
             the gradient.
         uses_aux: whether its hooks have use for public images, ``--aux``.
+        hides_images: whether clients train on other images than their own, so that any attack's guesses need decoding.
+        aux_labels: whether they read those images' labels too, which then must be classes of the task.
     """
 
     kind: ClassVar[str] = "defences"
     post_processing: ClassVar[bool] = False
     takes_own_gradient: ClassVar[bool] = False
     uses_aux: ClassVar[bool] = False
+    aux_labels: ClassVar[bool] = True
+    hides_images: ClassVar[bool] = False
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
         """Edit the architecture. Called on the server with its stream, and for each client with the client's own.

@@ -60,7 +60,10 @@ class Chain(Defence):
     defences: tuple[Defence, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "uses_aux", any(defence.uses_aux for defence in self.defences))
+        public = [defence for defence in self.defences if defence.uses_aux]
+        object.__setattr__(self, "uses_aux", bool(public))
+        object.__setattr__(self, "hides_images", any(defence.hides_images for defence in self.defences))
+        object.__setattr__(self, "aux_labels", any(defence.aux_labels for defence in public))
         for before, defence in itertools.pairwise(self.defences):
             if defence.takes_own_gradient and before.overrides("on_gradient"):
                 raise ConfigError(

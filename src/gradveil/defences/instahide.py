@@ -1,6 +1,7 @@
 """InstaHide: mixtures of images whose pixels change sign at random."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class Instahide(Mixup):
         own: parameter of the Dirichlet distribution for the image itself; that of the others is 1.
         flip: chance that a pixel's sign flips.
     """
+
+    aux_labels: ClassVar[bool] = False
 
     flip: float = 0.5
 

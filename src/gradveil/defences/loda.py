@@ -63,6 +63,8 @@ class Loda(Defence):
     """
 
     uses_aux: ClassVar[bool] = True
+    aux_labels: ClassVar[bool] = False
+    hides_images: ClassVar[bool] = True
 
     extractor: str = "model"
     weights: str = ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,8 @@ class Mixup(Defence):
         cap: the largest coefficient.
         own: parameter of the Dirichlet distribution for the image itself, a whole number; that of the others is 1.
     """
+
+    hides_images: ClassVar[bool] = True
 
     k: int = 4
     pool: str = "batch"
