@@ -85,12 +85,26 @@ def test_it_comes_nearer_to_the_image_than_what_the_network_saw(spec):
     assert nearest(truth, found.images).mean() > shown.mean() + 1
 
 
-def test_a_known_defence_is_decoded_after_any_attack():
-    truth, seen = look(Loda(steps=3))
-    chosen = next(iter(Loda().adaptive(None).values())).decode[0]
+def test_what_was_pushed_away_is_learned_from_public_images():
+    defence = Loda(steps=200, c=1e3, start="noise")  # nothing but far away: the negative, at its brightest and darkest
+    grants = ("encodings", "num-examples", "defence", "public-data")
+    truth, seen = look(defence, grants=grants)
+    _, blind = look(defence, grants=("encodings", "num-examples"))
     rng = torch.Generator().manual_seed(0)
-    assert torch.allclose(Encodings()(seen, rng).images, build_attack(chosen)(seen, rng).images)
-    assert Encodings()(seen, rng).images.shape == truth.shape
+    found = build_attack("stationarity:way=learned,search=10")(seen, rng)
+    shown = nearest(truth, Encodings()(blind, rng).images)
+    assert shown.max() < 9
+    assert nearest(truth, found.images).min() > shown.max() + 4
+
+
+@pytest.mark.parametrize(
+    ("public", "stage"), [((), "stationarity"), (("public-data",), "stationarity:way=learned,search=24")]
+)
+def test_a_known_defence_is_decoded_after_any_attack_as_well_as_knowledge_allows(public, stage):
+    truth, seen = look(Loda(steps=3), grants=("encodings", "num-examples", "defence", *public))
+    found, wanted = (attack(seen, torch.Generator().manual_seed(0)) for attack in (Encodings(), build_attack(stage)))
+    assert torch.allclose(found.images, wanted.images)
+    assert found.images.shape == truth.shape
 
 
 def test_settings_are_searched_on_public_images(monkeypatch):
@@ -108,7 +122,9 @@ def test_settings_are_searched_on_public_images(monkeypatch):
         attack(without, torch.Generator())
 
 
-@pytest.mark.parametrize("bad", ["way=none", "c=-1", "steps=0", "lr=0", "start=x", "search=-1", "tv=-1"])
+@pytest.mark.parametrize(
+    "bad", ["way=none", "way=learned,search=0", "c=-1", "steps=0", "lr=0", "start=x", "search=-1", "tv=-1"]
+)
 def test_bad_settings(bad):
-    with pytest.raises(ConfigError, match=bad.split("=")[0]):
+    with pytest.raises(ConfigError, match=bad.split(",")[-1].split("=")[0]):
         build_attack(f"stationarity:{bad}")

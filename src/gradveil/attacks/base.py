@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.parts.adaptive import countermove
+from gradveil.attacks.parts.adaptive import countermove, countermoves
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.registry import Component, build
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -85,10 +85,19 @@ class Attack(AnyAttack):
         """Rebuild the images of all targets. Chooses among its own guesses by its own loss."""
 
     def decoders(self, seen: Observation) -> "Sequence[Decoder]":
-        """What is made of the guesses then: the stages that a known defence's countermove names."""
+        """What is made of the guesses then: the stages that a known defence's countermove names.
+
+        Without a choice it is the first countermove whose stages have all they need to know.
+        """
         known = {Knowledge.DEFENCE, Knowledge.NUM_EXAMPLES} | (set() if seen.single_step else {Knowledge.LOCAL_STEPS})
-        move = countermove(seen, getattr(self, "adapt", "")) if known <= seen.threat.knows else None
-        return [] if move is None else [build(Decoder, spec) for spec in move.decode]
+        choice = getattr(self, "adapt", "")
+        if not known <= seen.threat.knows or choice == "none":
+            return []
+        chosen = countermove(seen, choice) if choice else None
+        moves = [chosen] if chosen else list(countermoves(seen).values())
+        options = [[build(Decoder, spec) for spec in move.decode] for move in moves]
+        fitting = [stages for stages in options if not any(stage._missing(seen) for stage in stages)]
+        return next(iter(fitting or options), [])
 
     @final
     def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:

@@ -1,10 +1,11 @@
 """Stationarity: the private image that an obscured one was made of, against LODA."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradveil.attacks.base import Decoder
@@ -29,8 +30,12 @@ class Stationarity(Decoder):
 
     .. math:: \text{features:} \quad \arg\min_{x \in [0,1]^D} \frac{\|g(x) - g(x')\|_2^2}{\|g(x')\|_2^2} + w\,TV(x)
 
-    x' is what another attack guessed that the network saw. Both vanish at x = x' itself, so the search begins somewhere
-    else; Adam, and the best iterate by the loss.
+    .. math:: \text{learned:} \quad x = A\,\mathrm{patch}(x') + b, \quad A, b = \arg\min \sum_{\text{public } z}
+        \|z - A\,\mathrm{patch}(\mathcal E(z)) - b\|_2^2
+
+    x' is what another attack guessed that the network saw. The first two vanish at x = x' itself, so the search begins
+    somewhere else; Adam, and the best iterate by the loss. The third is a filter of 5x5 pixels, learned from public
+    images that the attacker obscures itself: pixels that were pushed away from the image's still tell where it was.
 
     Needs: the defence, with its extractor, and what ``inner`` needs; for ``search`` or ``start=public`` public images.
     Fails: where c is large: then features of x' differ from the image's, and most pixels of x' are at 0 or 1, where the
@@ -38,18 +43,20 @@ class Stationarity(Decoder):
     Reference: Wan et al. 2022 (LODA), https://arxiv.org/abs/2206.00769, Eq. 6, with c of 1 and 100 steps out of grids
     of c and steps.
     Differs from the paper: the paper names neither optimiser nor start; it chose c and steps by the truth, where
-    ``search`` chooses them on public images that the attacker obscures itself. ``features`` and ``bounds`` are ours.
+    ``search`` chooses them on public images that the attacker obscures itself. ``features``, ``learned`` and ``bounds``
+    are ours.
 
     Attributes:
         inner: the attack whose guesses are decoded; by default encodings that are granted.
-        way: stationarity or features.
+        way: stationarity, features or learned.
         c: of Eq. 6.
         tv: w, weight of total variation, for ``features``.
         steps: of Adam.
         lr: its rate.
         start: where a search begins: grey, noise (uniform) or public.
         bounds: whether pixels of x' at 0 or 1 only ask for a gradient that points outwards.
-        search: public images on which c (or tv) and steps are chosen before; 0 takes them as set.
+        search: public images on which c (or tv) and steps are chosen before; 0 takes them as set. With ``learned``
+            those that it learns from.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.DEFENCE})
@@ -65,13 +72,13 @@ class Stationarity(Decoder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("way", self.way, list(WEIGHTS))
+        one_of("way", self.way, [*WEIGHTS, "learned"])
         one_of("start", self.start, ["grey", "noise", "public"])
         in_range("c", self.c, 0)
         in_range("tv", self.tv, 0)
         in_range("steps", self.steps, 1)
         in_range("lr", self.lr, 0, open_low=True)
-        in_range("search", self.search, 0)
+        in_range("search", self.search, 1 if self.way == "learned" else 0)
         if self.search or self.start == "public":
             object.__setattr__(self, "needs", self.needs | {Knowledge.PUBLIC_DATA})
 
@@ -81,9 +88,12 @@ class Stationarity(Decoder):
         if defence is None:
             return found
         features = defence.features(seen.network, seen.shape)
-        chosen = self._searched(defence, features, seen, rng) if self.search else self
         obscured = found.images.flatten(0, 1)
         usable = obscured.flatten(1).isfinite().all(1)
+        if self.way == "learned":
+            images = learned_filter(*_rehearsed(defence, features, seen, self.search, rng))(obscured).clamp(0, 1)
+            return replace(found, images=images.view_as(found.images))
+        chosen = self._searched(defence, features, seen, rng) if self.search else self
         begun = self._begin(obscured, seen, rng)
         how = _How(features, mean=defence.mean_squares)
         (images,), loss = chosen._descend(how, obscured.nan_to_num(0.5), begun, (chosen.steps,))
@@ -148,10 +158,7 @@ class Stationarity(Decoder):
 
     def _searched(self, defence: Loda, features: Features, seen: Observation, rng: torch.Generator) -> "Stationarity":
         """The weight and number of steps that do best on public images that the attacker obscured itself."""
-        public = seen.public_data.images
-        order = torch.randperm(len(public), generator=rng)
-        truth = public[order[: self.search]]
-        obscured = defence.obscured(features, truth, public[order.flip(0)[: len(truth)]])
+        obscured, truth = _rehearsed(defence, features, seen, self.search, rng)
         begun = self._begin(obscured, seen, rng)
         best, least = self, torch.inf
         for weight in WEIGHTS[self.way]:
@@ -162,6 +169,42 @@ class Stationarity(Decoder):
                 if error < least:
                     best, least = replace(tried, steps=steps), error
         return best
+
+
+def _rehearsed(
+    defence: Loda, features: Features, seen: Observation, count: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Public images that the attacker obscured as the defence does, and what they were before."""
+    public = seen.public_data.images
+    order = torch.randperm(len(public), generator=rng)
+    truth, begun = public[order[:count]], public[order.flip(0)[: min(count, len(public))]]
+    pairs = zip(torch.split(truth, _TOGETHER), torch.split(begun, _TOGETHER), strict=True)
+    return torch.cat([defence.obscured(features, *pair) for pair in pairs]), truth
+
+
+def learned_filter(obscured: Tensor, truth: Tensor, side: int = 5) -> Callable[[Tensor], Tensor]:
+    """The linear map from patches of images (N, C, H, W) to the true pixels in their middle, by ridge regression.
+
+    Example:
+        >>> images = torch.rand(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+        >>> bool((learned_filter(1 - images, images)(1 - images) - images).abs().max() < 1e-2)
+        True
+    """
+
+    def rows(images: Tensor) -> Tensor:
+        padded = F.pad(images, (side // 2,) * 4, mode="reflect")
+        patches = F.unfold(padded, side).transpose(1, 2)  # (N, pixels, C * side * side)
+        return torch.cat([patches, torch.ones_like(patches[..., :1])], 2)
+
+    known, wanted = rows(obscured).flatten(0, 1), truth.flatten(2).transpose(1, 2).flatten(0, 1)
+    square = known.T @ known
+    ridge = 1e-4 * square.diagonal().mean() * torch.eye(len(square)).to(square)
+    solution: Tensor = torch.linalg.solve(square + ridge, known.T @ wanted)
+
+    def apply(images: Tensor) -> Tensor:
+        return (rows(images) @ solution).transpose(1, 2).reshape(images.shape)
+
+    return apply
 
 
 _TOGETHER = 16

@@ -40,9 +40,10 @@ class Loda(Defence):
     Reference: Wan et al. 2022, https://arxiv.org/abs/2206.00769, Eq. 4 and Algorithm 1. LODA_1 is
         ``layers=first-5,c=20``, LODA_2 ``layers=all,c=30``, LODA_3 (SVHN) ``layers=last-5,c=1``, with a resnet18 that
         was trained on CIFAR-100 (for SVHN on its extra images).
-    Differs from the paper: squares are means over each layer's features and over pixels, by default. With sums, as the
-        equation has it, c = 20 weighs so little beside a trained resnet20's features that the image itself comes back
-        (docs/results.md); with means c is the paper's to the order of magnitude, and depends less on the extractor.
+    Differs from the paper: squares are means over each layer's features and over pixels, by default; the equation has
+        sums. What c weighs depends on the extractor: with a resnet20 trained on normalised CIFAR-10 c = 20 leaves the
+        image itself (20 dB with means, 30 dB with sums), and the paper's 5.8 dB are there at c = 100 (docs/results.md).
+        Measure before trusting a c.
 
     Attributes:
         extractor: a model of the zoo or one's own ``file.py:factory``, its settings split by ``;``
@@ -125,10 +126,11 @@ class Loda(Defence):
         return replace(data, images=torch.cat(parts))
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Invert the gradient to the obscured image, then look for what it was made of; two ways."""
+        """Invert the gradient to the obscured image, then look for what it was made of; three ways."""
         return {
-            "features": Countermove(decode=("stationarity:way=features",)),
+            "learned": Countermove(decode=("stationarity:way=learned,search=24",)),
             "stationarity": Countermove(decode=("stationarity",)),
+            "features": Countermove(decode=("stationarity:way=features",)),
         }
 
     def features(self, model: nn.Module, shape: tuple[int, int, int]) -> Features:
