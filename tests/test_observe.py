@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gradveil.client import LocalSettings
-from gradveil.defences import Defence
+from gradveil.defences import Defence, build_defence
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.models import create_model
 from gradveil.observe import observe
@@ -108,7 +108,7 @@ def test_an_attack_cannot_reach_the_truth(defended):
             return update
 
     private = batches(size=3)
-    grants = ThreatModel(frozenset(Knowledge) - {Knowledge.PUBLIC_DATA})
+    grants = ThreatModel(frozenset(Knowledge) - {Knowledge.PUBLIC_DATA, Knowledge.ENCODINGS})
     seen = observe(
         network(), private, threat=grants, num_classes=3, defence=Keeper() if defended else None, how=LocalSettings()
     )
@@ -162,3 +162,50 @@ def test_a_malicious_server_needs_to_be_granted_and_the_clients_train_on_its_net
     honest = observe(doubled(copy.deepcopy(model)), private, threat=ThreatModel(), num_classes=3)
     assert all(torch.equal(seen.updates[name], honest.updates[name]) for name in honest.updates)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_several_rounds_are_the_same_clients_on_the_same_weights_with_new_draws():
+    private = batches(count=2, size=4)
+    grants = ThreatModel.of("num-examples", "labels", "encodings")
+    how = {"num_classes": 3, "threat": grants, "defence": build_defence("mixup:k=2")}
+    seen = observe(network(), private, rounds=3, **how)
+    assert (seen.num_targets, seen.rounds, seen.num_examples, seen.num_images) == (6, 3, 4, 4)
+    assert seen.labels.shape == (6, 4, 3)
+    assert seen.encodings.images.shape == (24, 1, 8, 8)
+    once = observe(network(), private, **how)
+    later = observe(network(), private, round_number=3, **how)
+    for name, tensor in seen.updates.items():
+        assert torch.equal(tensor[[0, 3]], once.updates[name])
+        assert torch.equal(tensor[[2, 5]], later.updates[name])
+        assert not torch.equal(tensor[0], tensor[1])
+
+
+def test_in_several_rounds_a_client_may_show_few_images_at_a_time():
+    private = batches(count=1, size=5)
+    how = LocalSettings(algorithm="fedsgd", batch_size=2)
+    seen = observe(network(), private, threat=ALL, num_classes=3, how=how, rounds=4, public_data=private[0])
+    assert (seen.num_examples, seen.num_images) == (2, 5)
+    assert seen.labels.shape == (4, 2)
+    own = {
+        image.numpy().tobytes(): int(label) for image, label in zip(private[0].images, private[0].labels, strict=True)
+    }
+    labels = [own[image.numpy().tobytes()] for image in seen.encodings.images]
+    assert [sorted(labels[start : start + 2]) for start in range(0, 8, 2)] == seen.labels.tolist()
+    for bad in ({"rounds": 1, "how": how}, {"rounds": 0}):
+        with pytest.raises(ConfigError, match=r"batch_size of fedsgd|rounds must be"):
+            observe(network(), private, threat=ALL, num_classes=3, **bad)
+
+
+def test_data_are_replaced_once_and_state_goes_on():
+    class Counting(Defence):
+        def on_data(self, data, client):
+            client.state["made"] = client.state.get("made", torch.zeros(())) + 1
+            return data
+
+        def on_update(self, update, client):
+            client.state["sent"] = client.state.get("sent", torch.zeros(())) + 1
+            return update
+
+    seen = observe(network(), batches(1), threat=ALL, num_classes=3, defence=Counting(), rounds=3)
+    assert [float(state["made"]) for state in seen.private_state] == [1, 1, 1]
+    assert [float(state["sent"]) for state in seen.private_state] == [1, 2, 3]

@@ -1,6 +1,6 @@
 """One client's round: receive the model, train on local data under the defence's hooks, return what is sent."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -87,11 +87,13 @@ def train_locally(
     how: LocalSettings,
     lr: float,
     order: torch.Generator,
+    watch: Callable[[Batch], None] | None = None,
 ) -> Update:
     """Train ``net`` from the ``received`` shared vector on ``client.data`` and return the protected update.
 
     ``order`` shuffles the batches; it is not ``client.rng``, so that all defences see the same batches. SGD is that of
-    `torch.optim.SGD`, on one vector: d = g + weight_decay * w, v = momentum * v + d, w = w - lr * v.
+    `torch.optim.SGD`, on one vector: d = g + weight_decay * w, v = momentum * v + d, w = w - lr * v. ``watch`` is shown
+    every batch that the network is about to see.
     """
     net.receive(received)
     _set_mode(net.module, how)
@@ -99,6 +101,8 @@ def train_locally(
     num_examples = 0
     for batch in _batches(client.data, how, order):
         batch = defence.on_batch(batch, client)
+        if watch is not None:
+            watch(batch)
         net.gradients.zero_()
         F.cross_entropy(net.module(batch.images), batch.labels).backward()  # type: ignore[no-untyped-call]
         if defence.overrides("on_gradient"):

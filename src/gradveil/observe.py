@@ -28,6 +28,7 @@ def observe(
     how: LocalSettings | None = None,
     lr: float = 1.0,
     round_number: int = 1,
+    rounds: int = 1,
     public_data: Batch | None = None,
     class_averages: Tensor | None = None,
     alter: Callable[[nn.Module], nn.Module] | None = None,
@@ -50,6 +51,9 @@ def observe(
             on, as in any training).
         lr: the clients' learning rate.
         round_number: which round it is, for defences that change over time.
+        rounds: how many rounds the server looks at, from that one on. It broadcasts the same weights in each, while
+            clients draw anew and keep their state: many encodings of the same images. Then FedSGD may take fewer
+            images a round than a client has.
         public_data: images from elsewhere, given to an attacker who is granted them.
         class_averages: (classes, C, H, W), likewise.
         alter: how a malicious server changes a copy of the network before it is broadcast; must be granted.
@@ -68,7 +72,10 @@ def observe(
         network = alter(copy.deepcopy(network))
     defence = defence or Defence()
     how = how or LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freeze")
-    if how.algorithm == "fedsgd" and how.batch_size not in (0, len(private[0])):
+    whole = len(private[0])
+    if rounds < 1:
+        raise ConfigError(f"rounds must be at least 1, got {rounds}.")
+    if how.algorithm == "fedsgd" and how.batch_size not in (0, whole) and (rounds == 1 or how.batch_size > whole):
         raise ConfigError(
             f"batch_size of fedsgd must be that of the private batches here ({len(private[0])}, or 0 for all), "
             f"got {how.batch_size}. Give the batch that is sent as private data."
@@ -82,17 +89,19 @@ def observe(
         raise ConfigError(f"early must be a batch for each of the defence's {len(guards)} guards, got {len(early)}.")
     others = [number for number in range(len(guards) + first_client + len(private)) if number not in guards]
 
-    def play(number: int, batch: Batch) -> _Played:
-        played = _play(network, batch, defence, how, lr, number, side, aux, seed)
-        return played._replace(update=defence.on_server(played.update, side))
+    def play(number: int, batch: Batch, times: int) -> list[_Played]:
+        return _play(network, batch, defence, how, lr, number, side, aux, seed, times)
 
-    first = {number: play(number, batch).update for number, batch in zip(guards, early, strict=True)}
+    first = {number: play(number, batch, 1)[0].update for number, batch in zip(guards, early, strict=True)}
     side = replace(side, public=defence.public(first, side))
-    played = [play(number, batch) for number, batch in zip(others[first_client:], private, strict=True)]
-    sent = [each.update for each in played]
+    played = [
+        one for number, batch in zip(others[first_client:], private, strict=True) for one in play(number, batch, rounds)
+    ]
+    sent = [one.update for one in played]
+    size = min(how.batch_size or whole, whole) if how.algorithm == "fedsgd" else whole
     facts: dict[Knowledge, object] = {
-        Knowledge.LABELS: _sorted_labels(private),
-        Knowledge.NUM_EXAMPLES: len(private[0]),
+        Knowledge.LABELS: _granted_labels(private, played, size),
+        Knowledge.NUM_EXAMPLES: size,
         Knowledge.LOCAL_STEPS: how,
         Knowledge.DEFENCE: defence,
         Knowledge.PUBLIC_DATA: public_data,
@@ -102,8 +111,11 @@ def observe(
         Knowledge.LOCK: [{n: t for n, t in each.before.items() if not _is_key(n)} for each in played],
     }
     changes = [{n: each.after[n] - t for n, t in each.before.items() if not _is_key(n)} for each in played]
-    if Knowledge.BATCH_STATISTICS in threat.knows:
+    if Knowledge.BATCH_STATISTICS in threat.knows and rounds == 1:
         facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(server, private, [each.before for each in played])
+    single = how.num_steps(whole) == 1
+    if Knowledge.ENCODINGS in threat.knows and single:
+        facts[Knowledge.ENCODINGS] = _joined([one.encodings for one in played])
     channels, height, width = private[0].images.shape[1:]
     return Observation(
         network=server.eval(),
@@ -111,12 +123,14 @@ def observe(
         buffers=_stack([update.buffers for update in sent]),
         shape=(channels, height, width),
         num_classes=num_classes,
-        single_step=how.num_steps(len(private[0])) == 1,
+        single_step=single,
         threat=threat,
         public=side.public,
+        rounds=rounds,
         _facts={knowledge: fact for knowledge, fact in facts.items() if knowledge in threat.knows},
         _step_size=lr,
         _changes=changes if Knowledge.LOCK in threat.knows else [],
+        _num_images=whole,
     )
 
 
@@ -128,12 +142,21 @@ def hold_private(network: nn.Module, defence: Defence) -> None:
 
 
 class _Played(NamedTuple):
-    """One client's round: what it sends, the private tensors of its model before and after, and its other state."""
+    """One client's round.
+
+    Attributes:
+        update: what it sent, as the server's hook leaves it.
+        before: the private tensors of its model at the start.
+        after: the same at the end.
+        state: what else it keeps.
+        encodings: what its network saw.
+    """
 
     update: Update
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     state: dict[str, Tensor]
+    encodings: Batch
 
 
 def _is_key(name: str) -> bool:
@@ -150,32 +173,55 @@ def _play(
     server: Server,
     aux: Batch | None,
     seed: int,
-) -> _Played:
-    """One client's round, with its own randomness."""
+    rounds: int,
+) -> list[_Played]:
+    """One client's rounds, with its own randomness."""
+    played = []
     with global_stream(seed, "observe", "client", number):
         module = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "on_model", number))
         net = FlatModel(module, defence.private)
         received = net.shared_vector(server.model.state_dict())
-        before, state = net.private_tensors(), dict[str, Tensor]()
-        rng = stream(seed, "client", number, "round", server.round)
-        client = Client(
-            number, server.round, module, net.shared_tensors(received), batch, server.public, state, rng, aux
-        )
-        client = replace(client, data=defence.on_data(batch, client))
-        order = stream(seed, "batches", number, "round", server.round)
-        update = train_locally(net, received, client, defence, how, lr, order)
-    return _Played(update, before, net.private_tensors(), state)
+        state: dict[str, Tensor] = {}
+        data = batch
+        for round_number in range(server.round, server.round + rounds):
+            rng = stream(seed, "client", number, "round", round_number)
+            start = net.shared_tensors(received)
+            client = Client(number, round_number, module, start, data, server.public, state, rng, aux)
+            if round_number == server.round:
+                data = defence.on_data(batch, client)
+                client = replace(client, data=data)
+            before = net.private_tensors()
+            order = stream(seed, "batches", number, "round", round_number)
+            shown: list[Batch] = []
+            update = train_locally(net, received, client, defence, how, lr, order, shown.append)
+            arrived = defence.on_server(update, replace(server, round=round_number))
+            played.append(_Played(arrived, before, net.private_tensors(), dict(state), _joined(shown)))
+    return played
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """One batch after the other, copied; labels are soft where any are."""
+    soft = max(batch.labels.dim() for batch in batches) == 2
+    labels = [batch.labels for batch in batches if not soft or batch.labels.dim() == 2]
+    images, sensitive = ([getattr(batch, name) for batch in batches] for name in ("images", "sensitive"))
+    return Batch(torch.cat(images).detach(), torch.cat(labels).detach(), torch.cat(sensitive))
 
 
 def _stack(parts: Sequence[Tensors]) -> dict[str, Tensor]:
     return {name: torch.stack([part[name].detach() for part in parts]) for name in parts[0]}
 
 
-def _sorted_labels(private: Sequence[Batch]) -> Tensor | None:
-    """(T, B) class labels, sorted; None for soft ones."""
+def _granted_labels(private: Sequence[Batch], played: Sequence[_Played], size: int) -> Tensor | None:
+    """(T, B) class labels, sorted; (T, B, classes) where clients trained on mixtures; None where they came so."""
     if private[0].labels.dim() != 1:
         return None
-    return torch.stack([batch.labels.sort().values for batch in private])
+    shown = [one.encodings.labels for one in played]
+    if all(labels.dim() == 2 and len(labels) == size for labels in shown):
+        return torch.stack(shown)
+    if size < len(private[0]):
+        return torch.stack([labels.sort().values for labels in shown])
+    rounds = len(played) // len(private)
+    return torch.stack([batch.labels.sort().values for batch in private]).repeat_interleave(rounds, 0)
 
 
 def _batch_statistics(

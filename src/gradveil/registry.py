@@ -94,6 +94,8 @@ def split_specs(text: str) -> list[str]:
     Example:
         >>> split_specs("none,prune:fraction=0.9,scope=global,gaussian:scale=1e-3")
         ['none', 'prune:fraction=0.9,scope=global', 'gaussian:scale=1e-3']
+        >>> split_specs("loda:c=20,extractor=resnet20:width=8,none")
+        ['loda:c=20,extractor=resnet20:width=8', 'none']
     """
     specs: list[str] = []
     for piece in text.split(","):
@@ -163,6 +165,8 @@ def own_files(spec: str) -> list[str]:
         ['my/idea.py', 'other.py']
         >>> own_files("ggl:generator=digits.safetensors,kl=0.1")
         ['digits.safetensors']
+        >>> own_files("loda:extractor=nets/mine.py:factory,c=20")
+        ['nets/mine.py']
     """
     return re.findall(r"(?:^|[+=])([^+=,]+?\.(?:py(?=:)|safetensors(?=[,+]|$)))", spec)
 

@@ -38,6 +38,8 @@ class Knowledge(StrEnum):
     """Of the private tensors the keys alone, as they were before the round."""
     LOCK = "lock"
     """Of the private tensors all but the keys, as they were before the round, and their change in it."""
+    ENCODINGS = "encodings"
+    """The images as the network saw them, after the defence had changed them; what a perfect inversion finds."""
     ALTERS_MODEL = "alters-model"
     """The server alters the model that it broadcasts: a malicious server, not only a curious one."""
 
@@ -70,7 +72,9 @@ class ThreatModel:
 
 @dataclass(frozen=True)
 class Observation:
-    """All that an attack gets: T clients' updates from one broadcast model, and the facts that were granted.
+    """All that an attack gets: T updates from one broadcast model, and the facts that were granted.
+
+    They are of T clients, or of fewer in several rounds: those of one client stand together, in the order of rounds.
 
     A fact that was not granted is not in here: asking for it raises `ThreatModelError`.
 
@@ -83,6 +87,7 @@ class Observation:
         single_step: whether each update is one step on one batch (FedSGD), so that it is a gradient but for a factor.
         threat: what was granted.
         public: what the server broadcast beside the model.
+        rounds: how many of the updates, one after the other, are of the same client.
     """
 
     network: nn.Module
@@ -93,24 +98,37 @@ class Observation:
     single_step: bool
     threat: ThreatModel
     public: Tensors = field(default_factory=dict)
+    rounds: int = 1
     _facts: dict[Knowledge, object] = field(default_factory=dict, repr=False)
     _step_size: float | None = field(default=None, repr=False)
     _changes: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
+    _num_images: int | None = field(default=None, repr=False)
 
     @property
     def num_targets(self) -> int:
-        """T: how many clients' updates are looked at."""
+        """T: how many updates are looked at."""
         return len(next(iter(self.updates.values())))
 
     @property
     def labels(self) -> Tensor:
-        """(T, B): each client's labels, sorted, since their order says nothing."""
+        """(T, B): each client's labels, sorted, since their order says nothing; (T, B, classes) of trained mixtures."""
         return self._fact(Knowledge.LABELS, Tensor)
 
     @property
     def num_examples(self) -> int:
         """B: images behind each update."""
         return self._fact(Knowledge.NUM_EXAMPLES, int)
+
+    @property
+    def num_images(self) -> int:
+        """How many images each client holds: those of an update, unless several rounds show different ones."""
+        known = self.num_examples  # which must be granted
+        return known if self._num_images is None else self._num_images
+
+    @property
+    def encodings(self) -> Batch:
+        """The batches as the network saw them, one after the other: images (T * B, C, H, W)."""
+        return self._fact(Knowledge.ENCODINGS, Batch)
 
     @property
     def local_steps(self) -> LocalSettings:

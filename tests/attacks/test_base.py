@@ -2,7 +2,10 @@ from dataclasses import replace
 
 import torch
 
+from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
+from gradveil.defences import build_defence
+from gradveil.metrics import align
 from tests.attacks.scene import psnr, run, scene
 
 
@@ -18,3 +21,25 @@ def test_an_update_that_says_nothing_is_named_and_the_others_go_on():
     assert not result.converged[:2].any()
     assert (result.labels[:2] == -1).all()
     assert psnr(truth[2], result.images[2]).min() > 30
+
+
+def test_of_several_rounds_the_least_loss_is_kept_for_each_client():
+    truth, _, seen = scene(targets=2, rounds=3)
+    assert seen.num_targets == 6
+    spoiled = {name: tensor.clone() for name, tensor in seen.updates.items()}
+    for tensor in spoiled.values():
+        tensor[[0, 2, 3, 4]] = torch.randn(tensor[:4].shape, generator=torch.Generator().manual_seed(0))
+    result = run(Gs(iterations=500), replace(seen, updates=spoiled))
+    assert result.images.shape == truth.shape
+    assert psnr(truth.flatten(0, 1), result.images.flatten(0, 1)).min() > 14
+    assert len(result.why) == 2
+
+
+def test_known_mixtures_of_labels_are_matched_and_unknown_ones_searched():
+    defence = build_defence("mixup:k=2")
+    for grants in (("num-examples", "labels"), ("num-examples", "defence")):
+        _, _, seen = scene(targets=1, size=2, grants=(*grants, "encodings"), defence=defence)
+        found = run(Gs(iterations=500, adapt="" if "labels" in grants else "unmix"), seen)
+        shown = seen.encodings.images
+        assert found.labels.shape == (1, 2)
+        assert psnr(shown, align(shown, found.images[0])).mean() > 14

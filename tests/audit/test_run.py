@@ -316,3 +316,14 @@ def test_a_certificate_stands_in_its_rows(small, tmp_path):
     bounds = {row["defence"]: row["certificate"] for row in result.rows}
     assert bounds["none"] is None
     assert bounds["soteria:prune=0.5"] > 0
+
+
+def test_many_looks_at_a_client_are_decoded_by_an_attacker_who_knows_the_defence(small, tmp_path):
+    settings = small(
+        defences="mixup:k=2", attacks="encodings", knows="num-examples,encodings,public-data", images=4, looks=20,
+        targets=1, adaptive=True, rounds=0,
+    )  # fmt: skip
+    rows = audit(settings, tmp_path / "looks", workers=0).rows
+    plain, known = (next(r for r in rows if r["defence"] == "mixup:k=2" and r["adaptive"] is a) for a in (False, True))
+    assert known["psnr"] > plain["psnr"] + 3
+    assert "not decoded" not in known["why"]

@@ -29,6 +29,7 @@ def test_an_empty_list_is_refused(kind, empty):
         ({"knows": "labels,defence"}, ConfigError, "--adaptive"),
         ({"targets": 0}, ConfigError, "targets must be"),
         ({"images": 0}, ConfigError, "images must be"),
+        ({"looks": 0}, ConfigError, "looks must be"),
         ({"seeds": 0}, ConfigError, "seeds must be"),
         ({"update": "weights"}, ConfigError, "update"),
         ({"rounds": -1}, ConfigError, "rounds must be"),

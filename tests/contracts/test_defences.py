@@ -48,7 +48,8 @@ def make_client(defence, seed=0):
     server = Server(1, model, {}, {}, torch.Generator().manual_seed(seed))
     public = defence.public({c: Update(tensors_like(model), 4) for c in early}, server)
     client = max(set(range(4)) - set(early))
-    return Client(client, 1, model, start, make_batch(), public, {}, torch.Generator().manual_seed(seed))
+    rng = torch.Generator().manual_seed(seed)
+    return Client(client, 1, model, start, make_batch(), public, {}, rng, aux=make_batch(6))
 
 
 def protect(defence, tensors, client):

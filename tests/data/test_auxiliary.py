@@ -48,3 +48,10 @@ def test_guards_share_and_stand_at_their_numbers():
     assert [part.tolist() for part in everyone] == [[11, 13], [0], [10, 12, 14], [1]]
     with pytest.raises(ConfigError, match="an image for each of 6 guards, got 5"):
         dealt(np.arange(5), 6)
+
+
+def test_labels_that_nobody_reads_may_be_of_other_classes():
+    own, other = dataset("own", 10, classes=2), dataset("other", 200, classes=4)
+    with pytest.raises(ConfigError, match="at most the 2 classes"):
+        joined(own, other)
+    assert len(joined(own, other, labelled=False)) == 8

@@ -1,12 +1,14 @@
 """What an attack is: from what a server saw to images, or from a model to who was in its training. One method each."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from gradveil.attacks.parts.adaptive import countermove, countermoves
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.registry import Component, build
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -90,19 +92,53 @@ class Attack(AnyAttack):
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Rebuild the images of all targets. Chooses among its own guesses by its own loss."""
 
+    def decoders(self, seen: Observation) -> "Sequence[Decoder]":
+        """What is made of the guesses then: the stages that a known defence's countermove names.
+
+        Without a choice it is the first countermove whose stages have all they need to know.
+        """
+        known = {Knowledge.DEFENCE, Knowledge.NUM_EXAMPLES} | (set() if seen.single_step else {Knowledge.LOCAL_STEPS})
+        choice = getattr(self, "adapt", "")
+        if not known <= seen.threat.knows or choice == "none":
+            return []
+        chosen = countermove(seen, choice) if choice else None
+        moves = [chosen] if chosen else list(countermoves(seen).values())
+        options = [[build(Decoder, spec) for spec in move.decode] for move in moves]
+        fitting = [stages for stages in options if not any(stage._missing(seen) for stage in stages)]
+        return next(iter(fitting or options), [])
+
     @final
     def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """Refuse an unfit threat model, run, and take back guesses for updates that say nothing.
+        """Refuse an unfit threat model, rebuild what the network saw, and undo what a known defence made of images.
 
-        A target whose update is zero, or holds NaN or infinity, gets NaN images and the reason in ``why``.
+        Of several rounds of a client that no decoder put together, the guess with the least loss is kept.
         """
-        missing = sorted(knowledge.value for knowledge in self.needs - seen.threat.knows)
+        missing = self._missing(seen)
         if missing:
             granted = ", ".join(seen.threat.names) or "nothing"
             raise ThreatModelError(
                 f"Attack {self.name!r} needs {', '.join(missing)}, which this threat model does not grant "
                 f"(it grants {granted}). Grant it under [threat] knows, or drop the attack."
             )
+        result = self._guarded(seen, rng)
+        for decoder in self.decoders(seen):
+            lacking = decoder._missing(seen)
+            if lacking:
+                note = f"not decoded: {decoder.name} needs {', '.join(lacking)}"
+                result = replace(result, why=tuple("; ".join(filter(None, [w, note])) for w in result.why))
+            else:
+                result = decoder.decode(result, seen, rng)
+        several = seen.rounds > 1 and len(result.images) == seen.num_targets
+        return _least(result, seen.rounds) if several else result
+
+    def _missing(self, seen: Observation) -> list[str]:
+        return sorted(knowledge.value for knowledge in self.needs - seen.threat.knows)
+
+    def _guarded(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Run, and take back guesses for updates that say nothing.
+
+        A target whose update is zero, or holds NaN or infinity, gets NaN images and the reason in ``why``.
+        """
         reasons = diagnose(seen)
         device = next(iter(seen.updates.values())).device
         usable = torch.tensor([not reason for reason in reasons], device=device)
@@ -120,6 +156,62 @@ class Attack(AnyAttack):
             else result.iterates,
             why=why,
         )
+
+
+@dataclass(frozen=True)
+class Decoder(Attack):
+    """Base of the attacks on what a defence made of the images: a subclass has `decode`.
+
+    First another attack guesses what the network saw; `decode` makes private images of that. With knowledge of a
+    defence whose countermove names it, a decoder follows every attack by itself; as an attack of its own it takes the
+    one before it from ``inner``.
+
+    Attributes:
+        inner: the attack whose guesses are decoded, its settings split by ``;``: ``gs:iterations=500;tv=1e-3``.
+    """
+
+    inner: str = "encodings"
+
+    def __post_init__(self) -> None:
+        first = self._first
+        if isinstance(first, Decoder):
+            raise ConfigError(f"inner must be an attack that guesses what the network saw, got {self.inner!r}.")
+        object.__setattr__(self, "needs", type(self).needs | first.needs)
+
+    @property
+    def _first(self) -> Attack:
+        return build_attack(self.inner.replace(";", ","))
+
+    def alter(self, network: nn.Module, seen: Scene, rng: torch.Generator) -> nn.Module:
+        """As the attack before it does."""
+        return self._first.alter(network, seen, rng)
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """The guesses of what the network saw."""
+        return self._first.run(seen, rng)
+
+    def decoders(self, seen: Observation) -> "Sequence[Decoder]":
+        """This one."""
+        return [self]
+
+    @abstractmethod
+    def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Private images from guesses (T, B, C, H, W) of what the network saw.
+
+        Returns as many targets, or one for each client where it puts the rounds of a client together. Images that are
+        NaN tell nothing.
+        """
+
+
+def _least(result: Reconstruction, rounds: int) -> Reconstruction:
+    """Of each client's rounds the one whose loss is least."""
+    loss = result.loss.nan_to_num(torch.inf).view(-1, rounds)
+    best = loss.argmin(1) + torch.arange(len(loss), device=loss.device) * rounds
+    why = tuple(result.why[row] for row in best.tolist()) if result.why else ()
+    iterates = result.iterates[:, best] if result.iterates.numel() else result.iterates
+    return Reconstruction(
+        result.images[best], result.labels[best], result.loss[best], result.converged[best], why, iterates, result.steps
+    )
 
 
 def build_any_attack(spec: str) -> AnyAttack:

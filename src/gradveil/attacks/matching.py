@@ -79,7 +79,8 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
     """All targets, in chunks; the restarts of a target stay in one chunk."""
     targets, restarts = seen.num_targets, attack.restarts
     search = restricted(adapted(attack.search(seen), seen, attack.adapt), attack.parts, seen.network, seen.updates)
-    labels = attack.labels_of(seen)
+    searched = search.move.soft_labels and not seen.knows(Knowledge.LABELS)
+    labels = None if searched else attack.labels_of(seen)
     replay = replace(replay_of(seen, attack.local, rng), penalties=search.move.penalties)
     rows = torch.arange(targets).repeat_interleave(restarts)
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
@@ -123,11 +124,11 @@ def _frames(attack: Matching, phases: int) -> tuple[int, ...]:
 
 
 def _dealt(labels: Tensor, replay: Replay, rng: torch.Generator) -> Tensor:
-    """Labels (rows, B) in the order of the guesses: with several steps each restart deals them to the steps anew."""
+    """Labels (rows, B, ...) in the order of the guesses: with several steps each restart deals them anew."""
     if len(replay.batches) <= 1:
         return labels
-    order = torch.rand(labels.shape, generator=rng).argsort(1)
-    return labels.gather(1, order)
+    order = torch.rand(labels.shape[:2], generator=rng).argsort(1)
+    return labels[torch.arange(len(labels))[:, None], order]
 
 
 def _compiles(attack: Matching, replay: Replay, chunks: int) -> bool:
@@ -169,7 +170,7 @@ def _search(attack: Matching, steps: Sequence[Step], task: Task, rng: torch.Gene
     pictures = last.pictures(best.variables, task.labels)
     shown += [pictures] * (len(frames) - len(shown))  # of a chunk that was done early
     targets = last.targets(best.variables, task.labels)
-    labels = task.labels if task.labels is not None else targets.argmax(1).view(task.rows, -1)
+    labels = (targets if targets.dim() == 1 else targets.argmax(1)).view(task.rows, -1)
     iterates = torch.stack(shown[: len(frames)]) if shown else pictures.new_empty(0, *pictures.shape)
     notes = _noted(last, task, best, pictures)
     nothing = last.search.objective.of_nothing(task.wanted)

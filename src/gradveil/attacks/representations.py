@@ -164,8 +164,8 @@ _NO_CLASS = "no class was found in the last layer"
 
 
 def _classes_of(labels: Tensor, num_classes: int) -> Tensor:
-    """Which classes are among labels (T, B), as (T, classes) bool."""
-    return torch.nn.functional.one_hot(labels, num_classes).any(1)
+    """Which classes are among labels (T, B) or soft ones (T, B, classes), as (T, classes) bool."""
+    return torch.nn.functional.one_hot(labels, num_classes).any(1) if labels.dim() == 2 else labels.gt(0).any(1)
 
 
 def _chosen(wanted: Tensor, weight: Tensor, count: int) -> Tensor:

@@ -19,7 +19,7 @@ from gradveil.defences import build_defence
 from gradveil.engines.devices import make_network
 from gradveil.engines.simulation import check_output, chosen_normalisation, single_thread
 from gradveil.errors import ConfigError, GradveilError
-from gradveil.threat import ThreatModel
+from gradveil.threat import Knowledge, ThreatModel
 
 KEYS = {"privacy": PRIVACY, "utility": UTILITY, "membership": MEMBERSHIP}
 """What a row of each kind says."""
@@ -56,14 +56,16 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     """Find before any work what would make every cell fail: the model, the partition, what the attacks need to know."""
     knows = ThreatModel.of(*settings.knows).knows
     for spec in settings.attacks:
-        lacking = sorted(knowledge.value for knowledge in build_any_attack(spec).needs - knows)
+        granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
+        lacking = sorted(knowledge.value for knowledge in build_any_attack(spec).needs - granted)
         if lacking:
             raise ConfigError(f"Attack {spec!r} needs {', '.join(lacking)}, got knows without it. Add it to --knows.")
     defences = [build_defence(spec) for spec in settings.defences]
     for defence in defences:
         defence.early_clients(settings.clients)
-    if settings.aux and any(defence.uses_aux for defence in defences):
-        joined(dataset, load_dataset(settings.aux, root))
+    public = [defence for defence in defences if defence.uses_aux]
+    if settings.aux and public:
+        joined(dataset, load_dataset(settings.aux, root), labelled=any(defence.aux_labels for defence in public))
     training = settings.training("none", settings.seed)
     normalisation = chosen_normalisation(settings.normalise, dataset)
     network = make_network(training, dataset.shape, dataset.num_classes, normalisation)

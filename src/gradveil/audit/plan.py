@@ -9,6 +9,7 @@ from gradveil.attacks.matching import Matching
 from gradveil.audit.settings import AuditSettings
 from gradveil.defences import build_defence
 from gradveil.membership import measured_rounds
+from gradveil.threat import Knowledge
 
 Rows = list[dict[str, Any]]
 
@@ -64,13 +65,15 @@ def plan(settings: AuditSettings) -> list[Cell]:
         for defence in settings.defences:
             if settings.rounds:
                 cells.append(Cell(f"utility-{len(cells):05d}", "utility", defence, seed))
-            knowing = settings.adaptive and build_defence(defence).overrides("adaptive")
+            own = build_defence(defence)
+            knowing = settings.adaptive and own.overrides("adaptive")
             for attack in settings.attacks:
                 if isinstance(built := build_any_attack(attack), MembershipAttack):
                     cells.append(Cell(f"membership-{len(cells):05d}", "membership", defence, seed, attack))
                     continue
-                adapts = knowing and isinstance(built, Matching)
-                for adaptive in (False, True) if adapts else (False,):
+                adapts = knowing and (isinstance(built, Matching) or own.hides_images)
+                plain = Knowledge.DEFENCE not in built.needs
+                for adaptive in [False] * plain + [True] * adapts:
                     for first in range(0, settings.targets, SLICE):
                         last = min(first + SLICE, settings.targets)
                         name = f"privacy-{len(cells):05d}"

@@ -97,7 +97,7 @@ def _observed(
 ) -> Observation:
     """What a server sees of these clients: each sends one update from the network that all received."""
     device = usable_device(settings.device)
-    aux = _auxiliary(settings, dataset, root).to(device) if defence.uses_aux else None
+    aux = _auxiliary(settings, dataset, root, defence).to(device) if defence.uses_aux else None
     training = settings.training(cell.defence, cell.seed)
     normalisation = chosen_normalisation(settings.normalise, dataset)
     network: nn.Module = make_network(training, dataset.shape, dataset.num_classes, normalisation).to(device)
@@ -113,6 +113,7 @@ def _observed(
         defence=defence,
         how=_local(settings, cell),
         lr=settings.lr if settings.update == "local" else 1.0,
+        rounds=settings.looks,
         public_data=public,
         class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
         alter=(lambda net: attack.alter(net, scene, stream(cell.seed, "alter"))) if alters else None,
@@ -123,10 +124,10 @@ def _observed(
     )
 
 
-def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None) -> Batch:
+def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, defence: Defence) -> Batch:
     """Public images for the defence: those of ``aux``, else the last test images, which are nobody's."""
     if settings.aux:
-        split = joined(dataset, load_dataset(settings.aux, root))
+        split = joined(dataset, load_dataset(settings.aux, root), labelled=defence.aux_labels)
         chosen = np.arange(len(dataset.train), len(split))[:PUBLIC]
         refuse_overlap(split, np.arange(len(dataset.train)), chosen)
     else:

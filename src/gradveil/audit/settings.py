@@ -28,6 +28,7 @@ class AuditSettings:
     adaptive: bool = setting(False, "Run each attack a second time with knowledge of the defence.")
     targets: int = setting(8, "Updates that are attacked, each of a client of its own.")
     images: int = setting(1, "Private images behind each of these updates.")
+    looks: int = setting(1, "Rounds of each client that the server sees, on the same weights; decoders want many.")
     update: str = setting("gradient", "What is attacked: gradient (one, of all images), or local (local training).")
     knows: tuple[str, ...] = setting(
         ("labels", "num-examples"), "What the attacker knows beside model and update: labels,num-examples,..."
@@ -65,6 +66,7 @@ class AuditSettings:
             )
         in_range("targets", self.targets, 1, 100_000)
         in_range("images", self.images, 1, 10_000)
+        in_range("looks", self.looks, 1, 10_000)
         in_range("seeds", self.seeds, 1, 10_000)
         in_range("seed", self.seed, 0, 2**62)
         one_of("update", self.update, ["gradient", "local"])

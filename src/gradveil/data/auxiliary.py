@@ -9,14 +9,17 @@ from gradveil.data.datasets import Dataset, Split
 from gradveil.errors import ConfigError
 
 
-def joined(dataset: Dataset, aux: Dataset) -> Split:
-    """The training images of both sets, those of ``aux`` last; an error where they don't fit one model."""
+def joined(dataset: Dataset, aux: Dataset, *, labelled: bool = True) -> Split:
+    """The training images of both sets, those of ``aux`` last; an error where they don't fit one model.
+
+    Where nobody reads the labels of ``aux``, they need not be classes of the task.
+    """
     if aux.shape != dataset.shape:
         raise ConfigError(
             f"Public images must have the shape {dataset.shape} of {dataset.name!r}, got {aux.shape} in "
             f"{aux.name!r}. Choose another --aux."
         )
-    if aux.num_classes > dataset.num_classes:
+    if labelled and aux.num_classes > dataset.num_classes:
         raise ConfigError(
             f"Public images must have at most the {dataset.num_classes} classes of {dataset.name!r}, "
             f"got {aux.num_classes} in {aux.name!r}. Choose another --aux."

@@ -116,11 +116,12 @@ def federate(
     seed: int,
     aux: Dataset | None = None,
     guards: Sequence[int] = (),
+    aux_labels: bool = True,
 ) -> FederatedData:
     """Deal the training images to clients by a partition's text (``dirichlet:alpha=0.5``), and mark the sensitive.
 
     Every device has the images of ``aux`` at hand, where there is one, and clients named in ``guards`` train on them;
-    the others share the set without them.
+    the others share the set without them. Only if ``aux_labels`` are read must they be classes of the task.
     """
     rng = np.random.default_rng(derive_seed(seed, "partition"))
     train, private = dataset.train, num_clients - (len(guards) if aux is not None else 0)
@@ -129,7 +130,7 @@ def federate(
     parts = build(Partition, partition).split(train.labels, private, dataset.num_classes, rng)
     marks = mark_sensitive(sensitive or None, parts, np.random.default_rng(derive_seed(seed, "sensitive")))
     if aux is not None:
-        train = joined(dataset, aux)
+        train = joined(dataset, aux, labelled=aux_labels or bool(guards))
         public = np.arange(len(dataset.train), len(train))
         refuse_overlap(train, np.concatenate(parts), public)
         theirs = dealt(public, len(guards)) if guards else []

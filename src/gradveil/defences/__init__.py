@@ -1,7 +1,7 @@
 """Defences, one file each; base.py has the hooks."""
 
 from gradveil.defences.base import HOOKS, Arrived, Budget, Client, Countermove, Defence, Perturbation, Releases, Server
-from gradveil.defences.chain import Chain, build_defence
+from gradveil.defences.chain import Chain, build_defence, member
 
 __all__ = [
     "HOOKS",
@@ -15,4 +15,5 @@ __all__ = [
     "Releases",
     "Server",
     "build_defence",
+    "member",
 ]

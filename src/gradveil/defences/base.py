@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.registry import Component
+from gradveil.storage import PrivateFolder
 from gradveil.types import Batch, Tensors, Update
 from gradveil.validate import one_of
 
@@ -41,6 +42,7 @@ class Client:
             client's private folder, never sent.
         rng: random stream of this client and round, on the CPU.
         aux: public images that are at hand on every device; None where there are none.
+        folder: the client's own files, for long work that must survive an interruption; None where nothing is kept.
     """
 
     id: int
@@ -52,6 +54,7 @@ class Client:
     state: MutableMapping[str, Tensor]
     rng: torch.Generator
     aux: Batch | None = None
+    folder: PrivateFolder | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ class Countermove:
         penalties: what the client adds to each example's loss: a function of a module's output, by the module's name.
         separate: whether the attacker first tries to tell the private image's part of the gradient from its decoy's by
             linear algebra; what is told apart is matched without decoys.
+        soft_labels: whether clients train on mixtures of labels, so that unknown ones are searched as such.
+        decode: attacks that turn guesses of what the network saw into private images, one after the other; each is
+            the text of a `gradveil.attacks.base.Decoder`.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -111,6 +117,8 @@ class Countermove:
     outputs: Tensors = field(default_factory=dict)
     penalties: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     separate: bool = False
+    soft_labels: bool = False
+    decode: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,12 +185,16 @@ class Defence(Component):
         takes_own_gradient: whether ``on_gradient`` starts from the images, whatever earlier members of a chain made of
             the gradient.
         uses_aux: whether its hooks have use for public images, ``--aux``.
+        hides_images: whether clients train on other images than their own, so that any attack's guesses need decoding.
+        aux_labels: whether they read those images' labels too, which then must be classes of the task.
     """
 
     kind: ClassVar[str] = "defences"
     post_processing: ClassVar[bool] = False
     takes_own_gradient: ClassVar[bool] = False
     uses_aux: ClassVar[bool] = False
+    aux_labels: ClassVar[bool] = True
+    hides_images: ClassVar[bool] = False
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
         """Edit the architecture. Called on the server with its stream, and for each client with the client's own.

@@ -17,6 +17,7 @@ from gradveil.registry import build
 from gradveil.types import Batch, Tensors, Update
 
 Side = TypeVar("Side", Client, Server)
+D = TypeVar("D", bound=Defence)
 
 
 def build_defence(spec: str) -> Defence:
@@ -29,6 +30,12 @@ def build_defence(spec: str) -> Defence:
     pieces = re.split(r"\+(?=[A-Za-z./~])", spec)
     members = tuple(build(Defence, piece) for piece in pieces)
     return members[0] if len(members) == 1 else Chain(members)
+
+
+def member(defence: Defence, kind: type[D]) -> D | None:
+    """The defence itself, or the first member of a chain, that is of a kind; None where there is none."""
+    members = defence.defences if isinstance(defence, Chain) else (defence,)
+    return next((each for each in members if isinstance(each, kind)), None)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,10 @@ class Chain(Defence):
     defences: tuple[Defence, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "uses_aux", any(defence.uses_aux for defence in self.defences))
+        public = [defence for defence in self.defences if defence.uses_aux]
+        object.__setattr__(self, "uses_aux", bool(public))
+        object.__setattr__(self, "hides_images", any(defence.hides_images for defence in self.defences))
+        object.__setattr__(self, "aux_labels", any(defence.aux_labels for defence in public))
         for before, defence in itertools.pairwise(self.defences):
             if defence.takes_own_gradient and before.overrides("on_gradient"):
                 raise ConfigError(
@@ -201,6 +211,8 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
         unknowns={**first.unknowns, **second.unknowns},
         outputs={**first.outputs, **second.outputs},
         penalties={**first.penalties, **second.penalties},
+        soft_labels=first.soft_labels or second.soft_labels,
+        decode=second.decode + first.decode,
     )
 
 

@@ -149,6 +149,7 @@ class Devices:
             state=state,
             rng=stream(seed, "client", number, "round", round_number),
             aux=self._aux,
+            folder=folder,
         )
         defends = not self._settings.defended or number in self._settings.defended
         defence = self._defence if defends else Defence()

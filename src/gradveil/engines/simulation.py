@@ -86,6 +86,7 @@ class Simulation:
             settings.seed,
             aux or (load_dataset(settings.aux, data_root) if settings.aux else None),
             guards,
+            self.defence.aux_labels,
         )
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
         normalisation = chosen_normalisation(settings.normalise, self.dataset)

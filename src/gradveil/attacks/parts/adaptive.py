@@ -38,6 +38,16 @@ def countermoves(seen: Observation) -> Mapping[str, Countermove]:
     )
 
 
+def countermove(seen: Observation, choice: str = "") -> Countermove | None:
+    """The countermove of that name; "" is the first, ``none`` none. None where there is nothing to know."""
+    moves = countermoves(seen)
+    if not moves or choice == "none":
+        return None
+    if choice and choice not in moves:
+        raise UnknownNameError(f"countermove to {seen.defence.spec}", choice, moves)
+    return moves[choice] if choice else next(iter(moves.values()))
+
+
 def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     r"""The search of an attacker who knows the defence; the same one where there is nothing to know.
 
@@ -55,12 +65,9 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
         seen: what was seen.
         choice: the name of a countermove; "" is the first, ``none`` plays none.
     """
-    moves = countermoves(seen)
-    if not moves or choice == "none":
+    move = countermove(seen, choice)
+    if move is None:
         return search
-    if choice and choice not in moves:
-        raise UnknownNameError(f"countermove to {seen.defence.spec}", choice, moves)
-    move = moves[choice] if choice else next(iter(moves.values()))
     if move.separate and (separate := _separating(move, seen)) is not None:
         move = separate
     objective = replace(search.objective, kind=move.distance or search.objective.kind, weights=move.weights)

@@ -126,7 +126,7 @@ class Task:
     Attributes:
         wanted: mean gradients (rows, ...).
         statistics: of BatchNorm, (rows, channels).
-        labels: (rows, B), where they are fixed.
+        labels: (rows, B), or soft ones (rows, B, classes), where they are fixed.
         outputs: of modules that are secret, but known, (rows, numbers).
     """
 
@@ -208,7 +208,7 @@ class Step:
     def targets(self, flat: Tensor, labels: Tensor | None) -> Tensor:
         """The guesses' labels (rows * B,), or soft ones (rows * B, classes) where they are searched."""
         if labels is not None:
-            return labels.reshape(-1)
+            return labels.flatten(0, 1)
         logits = flat[:, self.num_pixels :][:, : self.batch_size * self.seen.num_classes]
         return logits.reshape(-1, self.seen.num_classes).softmax(1)
 

@@ -58,7 +58,8 @@ def begin(
             raise ConfigError(
                 "start=class-average needs an attack that fixes labels first (idlg, gs), got one without."
             )
-        pixels = seen.class_averages[labels.to(seen.class_averages.device)]
+        known = labels.to(seen.class_averages.device)
+        pixels = seen.class_averages[known if known.dim() == 2 else known.argmax(2)]
     elif start == "public":
         images = seen.public_data.images
         pixels = images[torch.randint(len(images), (rows, batch_size), generator=rng)]

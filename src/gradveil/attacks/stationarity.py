@@ -1,0 +1,241 @@
+"""Stationarity: the private image that an obscured one was made of, against LODA."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradveil.attacks.base import Decoder
+from gradveil.attacks.parts.priors import total_variation
+from gradveil.defences import member
+from gradveil.defences.loda import Loda
+from gradveil.models.features import Features
+from gradveil.progress import tell
+from gradveil.threat import Knowledge, Observation, Reconstruction
+from gradveil.validate import in_range, one_of
+
+WEIGHTS = {"stationarity": (0.0, 1.0, 5.0, 10.0, 20.0), "features": (1e-3, 1e-2, 1e-1, 1.0)}
+"""What ``search`` tries: c of Eq. 6, or the weight of total variation."""
+STEPS = (50, 100, 200, 400)
+
+
+@dataclass(frozen=True)
+class Stationarity(Decoder):
+    r"""Look for the image for which the obscured one is a stationary point of LODA's objective, or has like features.
+
+    .. math:: \text{stationarity:} \quad \arg\min_{x \in [0,1]^D} \|\nabla g(x')^T (g(x') - g(x)) - c (x' - x)\|_2^2
+
+    .. math:: \text{features:} \quad \arg\min_{x \in [0,1]^D} \frac{\|g(x) - g(x')\|_2^2}{\|g(x')\|_2^2} + w\,TV(x)
+
+    .. math:: \text{learned:} \quad x = A\,\mathrm{patch}(x') + b, \quad A, b = \arg\min \sum_{\text{public } z}
+        \|z - A\,\mathrm{patch}(\mathcal E(z)) - b\|_2^2
+
+    x' is what another attack guessed that the network saw. The first two vanish at x = x' itself, so the search begins
+    somewhere else; Adam, and the best iterate by the loss. The third is a filter of 5x5 pixels, learned from public
+    images that the attacker obscures itself: pixels that were pushed away from the image's still tell where it was.
+
+    Needs: the defence, with its extractor, and what ``inner`` needs; for ``search`` or ``start=public`` public images.
+    Fails: where c is large: then features of x' differ from the image's, and most pixels of x' are at 0 or 1, where the
+    gradient need not vanish.
+    Reference: Wan et al. 2022 (LODA), https://arxiv.org/abs/2206.00769, Eq. 6, with c of 1 and 100 steps out of grids
+    of c and steps.
+    Differs from the paper: the paper names neither optimiser nor start; it chose c and steps by the truth, where
+    ``search`` chooses them on public images that the attacker obscures itself. ``features``, ``learned`` and ``bounds``
+    are ours.
+
+    Attributes:
+        inner: the attack whose guesses are decoded; by default encodings that are granted.
+        way: stationarity, features or learned.
+        c: of Eq. 6.
+        tv: w, weight of total variation, for ``features``.
+        steps: of Adam.
+        lr: its rate.
+        start: where a search begins: grey, noise (uniform) or public.
+        bounds: whether pixels of x' at 0 or 1 only ask for a gradient that points outwards.
+        search: public images on which c (or tv) and steps are chosen before; 0 takes them as set. With ``learned``
+            those that it learns from.
+    """
+
+    needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.DEFENCE})
+
+    way: str = "stationarity"
+    c: float = 1.0
+    tv: float = 0.1
+    steps: int = 100
+    lr: float = 0.05
+    start: str = "grey"
+    bounds: bool = False
+    search: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("way", self.way, [*WEIGHTS, "learned"])
+        one_of("start", self.start, ["grey", "noise", "public"])
+        in_range("c", self.c, 0)
+        in_range("tv", self.tv, 0)
+        in_range("steps", self.steps, 1)
+        in_range("lr", self.lr, 0, open_low=True)
+        in_range("search", self.search, 1 if self.way == "learned" else 0)
+        if self.search or self.start == "public":
+            object.__setattr__(self, "needs", self.needs | {Knowledge.PUBLIC_DATA})
+
+    def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Each guess by itself."""
+        defence = member(seen.defence, Loda)
+        if defence is None:
+            return found
+        features = defence.features(seen.network, seen.shape)
+        obscured = found.images.flatten(0, 1)
+        usable = obscured.flatten(1).isfinite().all(1)
+        if self.way == "learned":
+            images = learned_filter(*_rehearsed(defence, features, seen, self.search, rng))(obscured).clamp(0, 1)
+            return replace(found, images=images.view_as(found.images))
+        chosen = self._searched(defence, features, seen, rng) if self.search else self
+        begun = self._begin(obscured, seen, rng)
+        how = _How(features, mean=defence.mean_squares)
+        (images,), loss = chosen._descend(how, obscured.nan_to_num(0.5), begun, (chosen.steps,))
+        images = torch.where(usable.view(-1, 1, 1, 1), images, torch.nan)
+        return replace(
+            found, images=images.view_as(found.images), loss=loss.view(len(found.images), -1).mean(1).to(found.loss)
+        )
+
+    def _descend(
+        self, how: "_How", obscured: Tensor, begun: Tensor, stops: Sequence[int]
+    ) -> tuple[list[Tensor], Tensor]:
+        """The best images so far after each number of steps, and their losses at the end."""
+        parts = [
+            self._descend_some(how, some, start, stops)
+            for some, start in zip(torch.split(obscured, _TOGETHER), torch.split(begun, _TOGETHER), strict=True)
+        ]
+        images = [torch.cat([shown[number] for shown, _ in parts]) for number in range(len(stops))]
+        return images, torch.cat([loss for _, loss in parts])
+
+    def _descend_some(
+        self, how: "_How", obscured: Tensor, begun: Tensor, stops: Sequence[int]
+    ) -> tuple[list[Tensor], Tensor]:
+        goal = _Goal.of(how.features, obscured)
+        x = begun.clone().requires_grad_()
+        optimiser = torch.optim.Adam([x], lr=self.lr)
+        best, least, shown = begun, torch.full((len(begun),), torch.inf).to(begun), []
+        with torch.enable_grad():
+            for step in range(max(stops) + 1):
+                loss = self._loss(how, goal, x)
+                better = loss.detach() < least
+                best = torch.where(better.view(-1, 1, 1, 1), x.detach(), best)
+                least = torch.where(better, loss.detach(), least)
+                if step in stops:
+                    shown.append(best)
+                if step < max(stops):
+                    x.grad = torch.autograd.grad(loss.sum(), x)[0]
+                    optimiser.step()
+                    x.data.clamp_(0, 1)
+                tell(step / max(stops))
+        return shown, least
+
+    def _loss(self, how: "_How", goal: "_Goal", x: Tensor) -> Tensor:
+        """(N,)."""
+        if self.way == "features":
+            return how.features.distance(x, goal.features) / goal.size + self.tv * total_variation(x)
+        pairs = zip(goal.features, how.features(x), strict=True)
+        difference = [(there - here) * how.scale(here, x) for there, here in pairs]
+        pulled = torch.autograd.grad(goal.outputs, goal.at, difference, create_graph=True, retain_graph=True)[0]
+        residual = pulled - self.c * (goal.at.detach() - x)
+        if self.bounds:
+            low, high = goal.at.detach() <= _EDGE, goal.at.detach() >= 1 - _EDGE
+            residual = torch.where(low, residual.clamp(max=0), torch.where(high, residual.clamp(min=0), residual))
+        return residual.square().flatten(1).sum(1)
+
+    def _begin(self, obscured: Tensor, seen: Observation, rng: torch.Generator) -> Tensor:
+        if self.start == "public":
+            public = seen.public_data.images
+            return public[torch.randint(len(public), (len(obscured),), generator=rng)].to(obscured)
+        if self.start == "noise":
+            return torch.rand(obscured.shape, generator=rng).to(obscured)
+        return torch.full_like(obscured, 0.5)
+
+    def _searched(self, defence: Loda, features: Features, seen: Observation, rng: torch.Generator) -> "Stationarity":
+        """The weight and number of steps that do best on public images that the attacker obscured itself."""
+        obscured, truth = _rehearsed(defence, features, seen, self.search, rng)
+        begun = self._begin(obscured, seen, rng)
+        best, least = self, torch.inf
+        for weight in WEIGHTS[self.way]:
+            tried = replace(self, c=weight) if self.way == "stationarity" else replace(self, tv=weight)
+            shown, _ = tried._descend(_How(features, mean=defence.mean_squares), obscured, begun, STEPS)
+            for steps, images in zip(STEPS, shown, strict=True):
+                error = float((images - truth).square().mean())
+                if error < least:
+                    best, least = replace(tried, steps=steps), error
+        return best
+
+
+def _rehearsed(
+    defence: Loda, features: Features, seen: Observation, count: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Public images that the attacker obscured as the defence does, and what they were before."""
+    public = seen.public_data.images
+    order = torch.randperm(len(public), generator=rng)
+    truth, begun = public[order[:count]], public[order.flip(0)[: min(count, len(public))]]
+    pairs = zip(torch.split(truth, _TOGETHER), torch.split(begun, _TOGETHER), strict=True)
+    return torch.cat([defence.obscured(features, *pair) for pair in pairs]), truth
+
+
+def learned_filter(obscured: Tensor, truth: Tensor, side: int = 5) -> Callable[[Tensor], Tensor]:
+    """The linear map from patches of images (N, C, H, W) to the true pixels in their middle, by ridge regression.
+
+    Example:
+        >>> images = torch.rand(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+        >>> bool((learned_filter(1 - images, images)(1 - images) - images).abs().max() < 1e-2)
+        True
+    """
+
+    def rows(images: Tensor) -> Tensor:
+        padded = F.pad(images, (side // 2,) * 4, mode="reflect")
+        patches = F.unfold(padded, side).transpose(1, 2)  # (N, pixels, C * side * side)
+        return torch.cat([patches, torch.ones_like(patches[..., :1])], 2)
+
+    known, wanted = rows(obscured).flatten(0, 1), truth.flatten(2).transpose(1, 2).flatten(0, 1)
+    square = known.T @ known
+    ridge = 1e-4 * square.diagonal().mean() * torch.eye(len(square)).to(square)
+    solution: Tensor = torch.linalg.solve(square + ridge, known.T @ wanted)
+
+    def apply(images: Tensor) -> Tensor:
+        return (rows(images) @ solution).transpose(1, 2).reshape(images.shape)
+
+    return apply
+
+
+_TOGETHER = 16
+"""Images that are searched together; more do not fit a CPU's cache."""
+_EDGE = 1e-3
+
+
+class _How(NamedTuple):
+    """The map g, and whether the defence takes means of squares: then features weigh as pixels do in all."""
+
+    features: Features
+    mean: bool
+
+    def scale(self, output: Tensor, images: Tensor) -> float:
+        """What a layer's features count for, beside pixels."""
+        return images[0].numel() / output[0].numel() if self.mean else 1.0
+
+
+class _Goal(NamedTuple):
+    """What obscured images ``at`` tell: their features, with the graph and without, and the features' squared size."""
+
+    at: Tensor
+    outputs: list[Tensor]
+    features: list[Tensor]
+    size: Tensor
+
+    @staticmethod
+    def of(features: Features, obscured: Tensor) -> "_Goal":
+        with torch.enable_grad():
+            at = obscured.detach().clone().requires_grad_()
+            outputs = features(at)
+        plain = [output.detach() for output in outputs]
+        size = torch.stack([output.square().flatten(1).sum(1) for output in plain]).sum(0)
+        return _Goal(at, outputs, plain, size.clamp_min(torch.finfo(size.dtype).tiny))

@@ -1,0 +1,221 @@
+"""LODA: clients train on images that look unlike their own and have the same features."""
+
+import copy
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.errors import ConfigError, DefenceError
+from gradveil.models.base import Normalisation, create_model, normalisation_of
+from gradveil.models.features import Features, chosen_layers
+from gradveil.models.weights import load_weights
+from gradveil.storage import PrivateFolder
+from gradveil.types import Batch
+from gradveil.validate import in_range, one_of
+
+
+@dataclass(frozen=True)
+class Loda(Defence):
+    r"""Replace a client's images, once, by ones with like features and far-off pixels.
+
+    .. math:: \mathcal E(x^*) = \arg\min_{x' \in [0,1]^D} \|g(x') - g(x^*)\|_2^2 - c\,\|x' - x^*\|_2^2
+
+    by normalised gradient descent from a random public image, :math:`x' \leftarrow \mathrm{clip}(x' - \tau \nabla /
+    \|\nabla\|)`. g are the outputs of chosen layers of a network that was trained on public data. Labels stay.
+
+    Images are obscured in batches. In a training each batch is kept in the client's private folder as soon as it is
+    done, under a hash of everything that decides it, so that an interrupted run goes on where it was.
+
+    Threat model: a curious server that takes what it inverts from an update for a private image.
+    Does not protect: what g tells of an image, which is the point of it; against a server that knows g, and looks for
+        the image whose obscured version it found (the decoder ``stationarity``).
+    Guarantee: none.
+    Reference: Wan et al. 2022, https://arxiv.org/abs/2206.00769, Eq. 4 and Algorithm 1. LODA_1 is
+        ``layers=first-5,c=20``, LODA_2 ``layers=all,c=30``, LODA_3 (SVHN) ``layers=last-5,c=1``, with a resnet18 that
+        was trained on CIFAR-100 (for SVHN on its extra images).
+    Differs from the paper: squares are means over each layer's features and over pixels, by default; the equation has
+        sums. What c weighs depends on the extractor: with a resnet20 trained on normalised CIFAR-10 c = 20 leaves the
+        image itself (20 dB with means, 30 dB with sums), and the paper's 5.8 dB are there at c = 100 (docs/results.md).
+        Measure before trusting a c.
+
+    Attributes:
+        extractor: a model of the zoo or one's own ``file.py:factory``, its settings split by ``;``
+            (``resnet20:width=8;shortcut=B``); ``model`` is the network that is trained, as the client first got it.
+        weights: safetensors file of the extractor's weights, trained on public data; needed unless it is ``model``, or
+            a ``file.py:factory`` that loads its own.
+        classes: of the extractor; 0 is as many as those of the task.
+        mean: what the extractor's input is normalised by, a number a channel; none given is as the client's network.
+        std: likewise.
+        layers: whose outputs are g: ``first-5``, ``all`` (convolutions), ``last-5`` (and linear layers), or names
+            joined by ``/``.
+        c: weight of the pixels' distance.
+        steps: of gradient descent.
+        lr: its rate, the length of each step.
+        mean_squares: whether squares are means over each layer's features and over pixels, not sums.
+        start: ``public`` images (``--aux``), or ``noise``, uniform.
+        together: images that are obscured in one batch.
+    """
+
+    uses_aux: ClassVar[bool] = True
+    aux_labels: ClassVar[bool] = False
+    hides_images: ClassVar[bool] = True
+
+    extractor: str = "model"
+    weights: str = ""
+    classes: int = 0
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    layers: str = "first-5"
+    c: float = 20.0
+    steps: int = 500
+    lr: float = 0.1
+    mean_squares: bool = True
+    start: str = "public"
+    together: int = 16
+
+    def __post_init__(self) -> None:
+        own = ".py:" in self.extractor
+        if self.extractor != "model" and not self.weights and not own:
+            raise ConfigError(
+                f"extractor={self.extractor} needs weights trained on public data, got none. Give weights=FILE."
+            )
+        if self.extractor == "model" and self.weights:
+            raise ConfigError(f"weights must come with an extractor, got {self.weights!r} alone. Give extractor=MODEL.")
+        if self.weights and not Path(self.weights).expanduser().is_file():
+            raise ConfigError(f"weights must be a safetensors file that exists, got {self.weights!r}.")
+        if len(self.mean) != len(self.std):
+            raise ConfigError(f"mean and std must have as many numbers, got {len(self.mean)} and {len(self.std)}.")
+        for number in self.std:
+            in_range("std", number, 0, open_low=True)
+        if not self.layers or (re.fullmatch(r"(first|last)-.*", self.layers) and not self.layers[-1].isdigit()):
+            raise ConfigError(f"layers must be first-N, last-N, all or names joined by '/', got {self.layers!r}.")
+        in_range("classes", self.classes, 0)
+        in_range("c", self.c, 0)
+        in_range("steps", self.steps, 1)
+        in_range("lr", self.lr, 0, open_low=True)
+        in_range("together", self.together, 1)
+        one_of("start", self.start, ["public", "noise"])
+
+    def on_data(self, data: Batch, client: Client) -> Batch:
+        """All images obscured, batch by batch; what was kept of an earlier try is taken as it is."""
+        images = data.images
+        _check_range(images)
+        channels, height, width = images.shape[1:]
+        features = self.features(client.model, (channels, height, width))
+        begun = self._starts(images, client)
+        key = self._key(features, images, begun)
+        parts = []
+        for start in range(0, len(images), self.together):
+            some = slice(start, start + self.together)
+            name = f"loda-{key}-{start:06d}"
+            kept = client.folder.load(name) if client.folder is not None else None
+            if kept is None:
+                kept = {"images": self.obscured(features, images[some], begun[some])}
+                if client.folder is not None:
+                    client.folder.save(name, kept)
+            parts.append(kept["images"].to(images))
+        if client.folder is not None:
+            _drop_others(client.folder, key)
+        return replace(data, images=torch.cat(parts))
+
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
+        """Invert the gradient to the obscured image, then look for what it was made of; three ways."""
+        return {
+            "learned": Countermove(decode=("stationarity:way=learned,search=24",)),
+            "stationarity": Countermove(decode=("stationarity",)),
+            "features": Countermove(decode=("stationarity:way=features",)),
+        }
+
+    def features(self, model: nn.Module, shape: tuple[int, int, int]) -> Features:
+        """The map g for images of a shape; ``model`` is the network that is trained."""
+        parameter = next(model.parameters())
+        if self.extractor == "model":
+            network = copy.deepcopy(model)
+        else:
+            with torch.no_grad():
+                classes = self.classes or _outputs(model, shape)
+            own = Normalisation(self.mean, self.std) if self.mean else normalisation_of(model)
+            network = create_model(self.extractor.replace(";", ","), shape, classes, 0, own)
+            if self.weights:
+                load_weights(network, Path(self.weights).expanduser())
+        network = network.to(parameter)
+        return Features(network, chosen_layers(network, shape, self.layers), shape)
+
+    def obscured(self, features: Features, images: Tensor, begun: Tensor) -> Tensor:
+        """Algorithm 1 for images (N, C, H, W) at once, from the images ``begun``."""
+        with torch.no_grad():
+            wanted = features(images)
+        away = 2 * self.c / (images[0].numel() if self.mean_squares else 1)  # times the pixels' difference
+        found = begun.detach()
+        for _ in range(self.steps):
+            slope = features.slope(found, wanted, mean=self.mean_squares)
+            slope = slope.sub_(found - images, alpha=away)
+            length = slope.flatten(1).norm(dim=1).clamp_min(torch.finfo(slope.dtype).tiny).view(-1, 1, 1, 1)
+            found = (found - self.lr * slope / length).clamp_(0, 1)
+        if not bool(found.isfinite().all()):
+            raise DefenceError("Defence 'loda' found no finite image. Check the extractor's weights.")
+        return found
+
+    def objective(self, features: Features, obscured: Tensor, images: Tensor, wanted: Sequence[Tensor]) -> Tensor:
+        """Eq. 4, (N,); ``wanted`` are the features of the images."""
+        apart = (obscured - images).square().flatten(1)
+        far = apart.mean(1) if self.mean_squares else apart.sum(1)
+        return features.distance(obscured, wanted, mean=self.mean_squares) - self.c * far
+
+    def _starts(self, images: Tensor, client: Client) -> Tensor:
+        """Where each image's descent begins."""
+        if self.start == "noise":
+            return torch.rand(images.shape, generator=client.rng).to(images)
+        public = client.aux
+        if public is None or not len(public) or public.images.shape[1:] != images.shape[1:]:
+            there = "none" if public is None or not len(public) else f"some of {tuple(public.images.shape[1:])}"
+            raise DefenceError(
+                f"Defence 'loda' starts from public images of shape {tuple(images.shape[1:])}, got {there}. "
+                "Give others with --aux, or start=noise."
+            )
+        _check_range(public.images)
+        chosen = torch.randint(len(public), (len(images),), generator=client.rng)
+        return public.images[chosen.to(public.images.device)].to(images)
+
+    def _key(self, features: Features, images: Tensor, begun: Tensor) -> str:
+        """A hash of all that decides the result."""
+        settings = replace(self, weights="", extractor="model").spec
+        tensors = [images, begun, *features.network.state_dict().values()]
+        return _digest([settings.encode(), "/".join(features.names).encode(), *(map(_bytes, tensors))])
+
+
+def _check_range(images: Tensor) -> None:
+    low, high = (float(images.min()), float(images.max())) if images.numel() else (0.0, 0.0)
+    if not (low >= 0 and high <= 1):
+        raise DefenceError(f"Defence 'loda' needs pixels in [0, 1], got {low:.3g} to {high:.3g}. Scale the images.")
+
+
+def _outputs(model: nn.Module, shape: tuple[int, int, int]) -> int:
+    network = copy.deepcopy(model).eval()
+    return int(network(torch.zeros(1, *shape).to(next(network.parameters()))).shape[1])
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    whole = hashlib.blake2b(digest_size=12)
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "big"))
+        whole.update(part)
+    return whole.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
+def _drop_others(folder: PrivateFolder, key: str) -> None:
+    """Remove what was kept of tries with other settings."""
+    for path in folder.path.glob("loda-*.safetensors"):
+        if not path.name.startswith(f"loda-{key}-"):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,159 @@
+"""Mixup: clients train on mixtures of several images and of their labels."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.errors import ConfigError, DefenceError
+from gradveil.types import Batch
+from gradveil.validate import in_range, one_of
+
+
+class Mixture(NamedTuple):
+    """How images are mixed.
+
+    Attributes:
+        weights: (N, k), the image's own weight first; rows sum to one.
+        images: (N, k, C, H, W), the image itself first.
+        labels: (N, k, classes).
+        sensitive: (N, k).
+    """
+
+    weights: Tensor
+    images: Tensor
+    labels: Tensor
+    sensitive: Tensor
+
+
+@dataclass(frozen=True)
+class Mixup(Defence):
+    r"""Replace each image by a mixture with k - 1 others, anew in every batch, and its label by that of the labels.
+
+    .. math:: \tilde x = \sum_{j=1}^k \lambda_j x_j, \qquad \tilde y = \sum_{j=1}^k \lambda_j y_j, \qquad
+        \lambda \sim \mathrm{Dirichlet}(\mathit{own}, 1, \dots, 1), \quad \max_j \lambda_j \le \mathit{cap}
+
+    :math:`x_1` is the image itself. Coefficients above the cap are drawn again.
+
+    Threat model: a curious server that takes what it inverts from an update for a private image.
+    Does not protect: against a server that collects many mixtures of the same images, finds which share one, and solves
+        for them (the decoder ``unmix``): mixtures are linear in the images.
+    Guarantee: none.
+    Reference: Zhang et al. 2018, https://arxiv.org/abs/1710.09412; as a defence Huang et al. 2021 (GradAttack),
+        https://arxiv.org/abs/2112.00059, with k of 4 and 6.
+    Differs from the paper: Zhang et al. mix two with a Beta distribution; the Dirichlet distribution and the cap are
+        those of GradAttack. A batch of fewer than k images is mixed with others of the client's.
+
+    Attributes:
+        k: images in a mixture.
+        pool: where the others come from: ``batch``, or ``data``, all of the client's images.
+        cap: the largest coefficient.
+        own: parameter of the Dirichlet distribution for the image itself, a whole number; that of the others is 1.
+    """
+
+    hides_images: ClassVar[bool] = True
+
+    k: int = 4
+    pool: str = "batch"
+    cap: float = 0.65
+    own: int = 3
+
+    def __post_init__(self) -> None:
+        in_range("k", self.k, 2)
+        one_of("pool", self.pool, self.pools)
+        in_range("own", self.own, 1)
+        in_range("cap", self.cap, 0, 1, open_low=True)
+        if self.cap * self.k <= 1:
+            raise ConfigError(f"cap must be more than 1/k, the mean coefficient, got {self.cap} with k={self.k}.")
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Where others may come from."""
+        return ("batch", "data")
+
+    @property
+    def num_private(self) -> int:
+        """How many of the mixed images are the client's own."""
+        return self.k
+
+    def on_batch(self, batch: Batch, client: Client) -> Batch:
+        """A mixture in place of each image."""
+        mixture = self.mixture(batch, client)
+        mixed = torch.einsum("nk,nk...->n...", mixture.weights, mixture.images)
+        labels = torch.einsum("nk,nkc->nc", mixture.weights, mixture.labels)
+        labels = labels / labels.sum(1, keepdim=True)  # public images have none
+        return Batch(self.hide(mixed, client.rng), labels, mixture.sensitive.any(1))
+
+    def hide(self, mixed: Tensor, rng: torch.Generator) -> Tensor:
+        """What is done to mixtures (N, C, H, W) last: nothing."""
+        return mixed
+
+    def mixture(self, batch: Batch, client: Client) -> Mixture:
+        """Coefficients and partners of each image of a batch."""
+        images, rng = batch.images, client.rng
+        weights = coefficients(len(batch), self.k, self.own, self.cap, rng).to(images)
+        others = self._private_partners(batch, client)
+        owners = [batch.images[:, None], others.images]
+        classes = _num_classes(batch, client)
+        labels = [one_hot(some, classes).to(images) for some in (batch.labels[:, None], others.labels)]
+        marks = [batch.sensitive[:, None], others.sensitive]
+        return Mixture(weights, torch.cat(owners, 1), torch.cat(labels, 1), torch.cat(marks, 1))
+
+    def _private_partners(self, batch: Batch, client: Client) -> Batch:
+        """``num_private`` - 1 of the client's other images for each one, as (N, k - 1, ...)."""
+        wanted = self.num_private - 1
+        pool = batch if self.pool != "data" and len(batch) > wanted else client.data
+        if len(pool) <= wanted:
+            raise DefenceError(
+                f"Defence {self.name!r} mixes {self.num_private} of a client's images, got a client with {len(pool)}. "
+                "Lower k, or give clients more images."
+            )
+        order = torch.rand(len(batch), len(pool), generator=client.rng).argsort(1)[:, : wanted + 1]
+        order = order.to(pool.images.device)
+        same = pool.images[order].flatten(2).eq(batch.images.flatten(1)[:, None]).all(2)  # (N, k): drew itself
+        chosen = order.gather(1, same.long().argsort(dim=1, stable=True))[:, :wanted]
+        return pool[chosen]
+
+    def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
+        """Find which mixtures share images, and solve for those."""
+        return {"unmix": Countermove(soft_labels=True, decode=("unmix",))}
+
+
+def coefficients(count: int, k: int, own: int, cap: float, rng: torch.Generator) -> Tensor:
+    """(count, k) draws of Dirichlet(own, 1, ..., 1), again and again until none exceeds the cap.
+
+    Example:
+        >>> coefficients(100, 4, 3, 0.65, torch.Generator().manual_seed(0)).max() <= 0.65
+        tensor(True)
+    """
+    drawn = torch.empty(count, k)
+    open_ = torch.arange(count)
+    while len(open_):
+        parts = torch.empty(len(open_), own + k - 1).exponential_(generator=rng)  # sums of them are Gamma variables
+        gammas = torch.cat([parts[:, :own].sum(1, keepdim=True), parts[:, own:]], 1)
+        drawn[open_] = gammas / gammas.sum(1, keepdim=True)
+        open_ = open_[(drawn[open_] > cap).any(1)]
+    return drawn
+
+
+def one_hot(labels: Tensor, num_classes: int) -> Tensor:
+    """Labels (..., ) as probabilities (..., classes); soft ones, which are floating point, as they are."""
+    return labels if labels.is_floating_point() else F.one_hot(labels, num_classes)
+
+
+def _num_classes(batch: Batch, client: Client) -> int:
+    """Outputs of the client's model, which is left in the modes it was in."""
+    if batch.labels.dim() == 2:
+        return batch.labels.shape[1]
+    modes = {layer: layer.training for layer in client.model.modules()}
+    try:
+        client.model.eval()
+        with torch.no_grad():
+            return int(client.model(batch.images[:1]).shape[1])
+    finally:
+        for layer, training in modes.items():
+            layer.training = training

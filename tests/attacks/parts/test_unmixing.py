@@ -1,0 +1,130 @@
+import pytest
+import torch
+
+from gradveil.attacks.parts.unmixing import (
+    agreed_signs,
+    dealt,
+    estimated_coefficients,
+    likely_sign,
+    overlaps,
+    similarities,
+    solved,
+    train_similarity,
+)
+
+SHAPE = (2, 10, 10)
+
+
+def smooth(count, seed, shape=SHAPE):
+    rng = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(count, shape[0], 5, 5, generator=rng)
+    fine = torch.nn.functional.interpolate(coarse, size=shape[1:], mode="bilinear")
+    shade = torch.linspace(0.6, -0.2, shape[1])[:, None]  # lighter above, as out of doors
+    return (0.6 * fine + shade).clamp(-1, 1)
+
+
+def shaded(count, seed):
+    """Images whose largest part is one pattern that all have, more or less."""
+    amount = torch.randn(count, 1, 1, 1, generator=torch.Generator().manual_seed(seed))
+    return 0.3 * smooth(count, seed) + amount * torch.linspace(-1, 1, SHAPE[2])
+
+
+def mixing(count, images, k, rng):
+    keys = torch.rand(count, images, generator=rng)
+    keys[torch.arange(count), torch.arange(count) % images] = -1
+    weights = torch.rand(count, k, generator=rng) + torch.tensor([1.5] + [0.1] * (k - 1))
+    weights = weights / weights.sum(1, keepdim=True)
+    return torch.zeros(count, images).scatter_(1, keys.argsort(1)[:, :k], weights)
+
+
+def encoder(images, count, rng):
+    shares = mixing(count, len(images), 3, rng)
+    return torch.einsum("en,n...->e...", shares, images).abs(), shares
+
+
+def matched(found, truth):
+    """Coefficients (E, N) of images in the order of the truth's."""
+    from scipy.optimize import linear_sum_assignment
+
+    count = truth.shape[1]
+    alike = torch.corrcoef(torch.cat([found.T, truth.T]))[:count, count:]
+    rows, columns = linear_sum_assignment(-alike.numpy())
+    return alike[rows, columns]
+
+
+def test_the_network_learns_which_encodings_share_images_that_it_never_saw():
+    rng = torch.Generator().manual_seed(0)
+    how = {"num_images": 5, "width": 8, "batch": 32}
+    network, naive = (
+        train_similarity(shaded(80, 1), encoder, steps=steps, rng=torch.Generator().manual_seed(1), **how)
+        for steps in (60, 0)
+    )
+    encodings, shares = encoder(shaded(5, 2), 60, rng)
+    off = ~torch.eye(60, dtype=torch.bool)
+    wanted = overlaps(shares)[off]
+    learned, before = (
+        torch.corrcoef(torch.stack([similarities(net, encodings)[off], wanted]))[0, 1] for net in (network, naive)
+    )
+    assert learned > 0.7
+    assert learned > before + 0.1
+
+
+def test_encodings_are_dealt_evenly_to_the_images_they_are_mostly_of():
+    rng = torch.Generator().manual_seed(3)
+    shares = mixing(40, 4, 2, rng)
+    owner = dealt(overlaps(shares), 4, rng)
+    assert owner.bincount().tolist() == [10] * 4
+    largest = torch.arange(40) % 4
+    clusters = [owner[largest == image] for image in range(4)]
+    assert all((cluster == cluster.mode().values).float().mean() > 0.8 for cluster in clusters)
+
+
+def test_coefficients_come_out_of_exact_overlaps():
+    rng = torch.Generator().manual_seed(4)
+    shares = mixing(60, 5, 3, rng)
+    centred = shares - shares.mean(0)
+    found = estimated_coefficients(overlaps(centred), 5, own=0.5, steps=150, rng=rng)
+    assert torch.allclose(found.sum(1), torch.ones(60), atol=1e-5)
+    assert matched(found, shares).min() > 0.9
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_images_and_coefficients_are_refined_from_a_rough_estimate(flipped):
+    rng = torch.Generator().manual_seed(5)
+    images = smooth(5, 6).flatten(1)
+    shares = mixing(120, 5, 3, rng)
+    encodings = shares @ images
+    shown = encodings.abs() if flipped else encodings
+    rough = shares + (0.02 if flipped else 0.05) * torch.rand(shares.shape, generator=rng)
+    rough = rough / rough.sum(1, keepdim=True)
+    how = {"flipped": flipped, "parts": 3, "background": torch.zeros(200), "restarts": 6, "rng": rng}
+    once, often = (solved(shown, rough, rounds=rounds, **how) for rounds in (1, 15))
+    assert often.residual < 0.5 * once.residual
+    assert (often.coefficients - shares).abs().mean() < 0.02
+    found = often.images
+    if flipped:
+        assert (found.abs() - images.abs()).abs().mean() < 0.03
+        found = found * agreed_signs(found, SHAPE)
+        found = found * (found * images).sum().sign()
+    assert (found - images).abs().mean() < 0.03
+
+
+def test_a_background_takes_what_the_coefficients_leave():
+    rng = torch.Generator().manual_seed(7)
+    images, rest = smooth(4, 8).flatten(1), torch.full((200,), 0.4)
+    shares = 0.7 * mixing(60, 4, 2, rng)
+    encodings = shares @ images + 0.3 * rest
+    found = solved(encodings, shares, flipped=False, parts=2, background=rest, rounds=1, restarts=1, rng=rng)
+    assert torch.allclose(found.images, images, atol=1e-2)
+    assert found.residual < 1e-3
+
+
+def test_signs_agree_up_to_one_and_public_images_tell_it():
+    images, public = smooth(12, 9).flatten(1), smooth(300, 10).flatten(1)
+    rng = torch.Generator().manual_seed(0)
+    spoiled = images * (2 * torch.randint(2, (1, 200), generator=rng) - 1)
+    back = spoiled * agreed_signs(spoiled, SHAPE)
+    assert ((back * images).sum(0).sign().mean().abs()) > 0.9
+    up = back * likely_sign(back, public)
+    assert (up * images).sum() > 0
+    assert torch.equal(-back * likely_sign(-back, public), up)

@@ -1,0 +1,119 @@
+import pytest
+import torch
+
+from gradveil.attacks import build_attack
+from gradveil.attacks.encodings import Encodings
+from gradveil.attacks.unmix import Unmix
+from gradveil.client import LocalSettings
+from gradveil.defences import build_defence
+from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.metrics import align
+from gradveil.models import create_model
+from gradveil.observe import observe
+from gradveil.threat import ThreatModel
+from gradveil.types import Batch
+from tests.attacks.parts.test_unmixing import smooth
+from tests.attacks.scene import psnr
+
+SHAPE = (2, 10, 10)
+GRANTS = ("encodings", "num-examples", "public-data", "labels")
+
+
+def pictures(count, seed):
+    labels = torch.arange(count) % 4
+    return Batch((smooth(count, seed) + 1) / 2, labels, torch.zeros(count) > 0)
+
+
+def look(defence, rounds=30, clients=1, grants=GRANTS, adaptive=True, **how):
+    network = create_model("mlp:hidden=20", SHAPE, 4, 0).eval()
+    private = [pictures(5, 20 + client) for client in range(clients)]
+    threat = ThreatModel.of(*grants, *["defence"] * adaptive)
+    seen = observe(
+        network,
+        private,
+        threat=threat,
+        num_classes=4,
+        defence=build_defence(defence),
+        rounds=rounds,
+        public_data=pictures(200, 50),
+        aux=pictures(30, 51),
+        **how,
+    )
+    return torch.stack([batch.images for batch in private]), private, seen
+
+
+def quality(truth, result):
+    return torch.stack([psnr(t, align(t, g)).mean() for t, g in zip(truth, result.images, strict=True)])
+
+
+@pytest.mark.parametrize(("defence", "gain"), [("mixup:k=3", 20), ("instahide:k=3", 3)])
+def test_it_gets_far_more_than_the_encodings_show(defence, gain):
+    truth, private, seen = look(defence)
+    _, _, blind = look(defence, adaptive=False)
+    rng = torch.Generator().manual_seed(0)
+    encoded = Encodings()(blind, rng)
+    assert encoded.images.shape == truth.shape
+    decoded = Unmix(train=40, width=8)(seen, rng)
+    assert decoded.images.shape == truth.shape
+    assert (quality(truth, decoded) > quality(truth, encoded) + gain).all()
+    if defence.startswith("mixup"):
+        order = torch.cdist(truth[0].flatten(1), decoded.images[0].flatten(1)).argmin(1)
+        assert torch.equal(decoded.labels[0][order], private[0].labels)
+        assert decoded.converged.all()
+
+
+def test_a_known_defence_is_decoded_after_any_attack_and_clients_stay_apart():
+    truth, _, seen = look("mixup:k=3", rounds=20, clients=2)
+    rng = torch.Generator().manual_seed(0)
+    result = build_attack("encodings")(seen, rng)
+    own = quality(truth, result)
+    crossed = quality(truth.flip(0), result)
+    assert (own > crossed + 5).all()
+    assert (own > 20).all()
+
+
+def test_single_images_a_round_are_enough():
+    how = LocalSettings(algorithm="fedsgd", batch_size=1, batch_norm="freeze")
+    truth, _, seen = look("mixup:k=2,pool=data", rounds=120, how=how)
+    assert seen.num_examples == 1
+    assert seen.num_images == 5
+    assert seen.labels.shape == (120, 1, 4)
+    result = Unmix(train=40, width=8)(seen, torch.Generator().manual_seed(0))
+    assert result.images.shape == truth.shape
+    assert quality(truth, result) > 20
+
+
+def test_public_images_in_the_mixtures_are_noise_to_it():
+    truth, _, seen = look("instahide:k=3,pool=public,flip=0", rounds=40)
+    _, _, blind = look("instahide:k=3,pool=public,flip=0", rounds=40, adaptive=False)
+    rng = torch.Generator().manual_seed(0)
+    decoded = Unmix(train=60, width=8)(seen, rng)
+    assert quality(truth, decoded) > quality(truth, Encodings()(blind, rng)) + 0.5
+
+
+def test_what_keeps_it_from_decoding_is_said():
+    _, _, few = look("mixup:k=2", rounds=1)
+    rng = torch.Generator()
+    assert "needs several rounds" in Unmix()(few, rng).why[0]
+    _, _, seen = look("mixup:k=2", rounds=2, grants=("encodings", "num-examples"))
+    assert "unmix needs public-data" in Encodings()(seen, rng).why[0]
+    with pytest.raises(ThreatModelError, match="public-data"):
+        Unmix()(seen, rng)
+
+
+def test_another_defence_leaves_the_guesses_as_they_are():
+    truth, _, seen = look("none", rounds=1)
+    assert quality(truth, Unmix()(seen, torch.Generator())) == torch.inf
+
+
+def test_the_attack_before_it_is_a_setting():
+    attack = build_attack("unmix:inner=gs:iterations=5;tv=0.01,train=10")
+    assert attack.needs >= {"num-examples", "public-data", "defence"}
+    assert "encodings" not in attack.needs
+    _, _, seen = look("mixup:k=2", rounds=3, grants=("num-examples", "public-data"))
+    result = attack(seen, torch.Generator().manual_seed(0))
+    assert result.images.shape == (1, 5, *SHAPE)
+    with pytest.raises(ConfigError, match="inner must be an attack that guesses"):
+        build_attack("unmix:inner=unmix")
+    with pytest.raises(ConfigError, match="rounds"):
+        build_attack("unmix:rounds=0")

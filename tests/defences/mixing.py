@@ -1,0 +1,24 @@
+"""A client for the defences that mix images."""
+
+import torch
+from torch import nn
+
+from gradveil.defences import Client
+from gradveil.types import Batch
+
+
+def pictures(count, seed=0, shape=(2, 4, 4)):
+    rng = torch.Generator().manual_seed(seed)
+    marks = torch.arange(count) == 0
+    return Batch(torch.rand(count, *shape, generator=rng), torch.randint(0, 5, (count,), generator=rng), marks)
+
+
+def client_with(data, aux=None, seed=0):
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(32), nn.Linear(32, 5)).eval()
+    return Client(0, 1, model, {}, data, {}, {}, torch.Generator().manual_seed(seed), aux)
+
+
+def coefficients_of(encoded, parts):
+    """The weights with which parts (M, ...) make up each encoding, by least squares (N, M)."""
+    columns = parts.double().flatten(1).T
+    return torch.linalg.lstsq(columns, encoded.double().flatten(1).T).solution.T

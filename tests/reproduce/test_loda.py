@@ -1,0 +1,63 @@
+"""The paper's experiments at their smallest, on real data."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from gradveil.defences import Defence
+from gradveil.errors import MissingDataError
+from gradveil.reproduce import papers
+from gradveil.reproduce.base import Lab, run_experiment
+from gradveil.reproduce.loda import _Scene, accuracy_under, loda_spec
+from gradveil.types import Batch
+
+PAPER = papers()["loda"]
+
+
+def smoke(name, out, data_root):
+    heard = []
+    lab = Lab(out / name, "smoke", data_root=data_root, workers=0, progress=lambda share, doing: heard.append(share))
+    document = run_experiment(PAPER, name, lab)
+    assert heard[-1] == 1
+    assert all(0 <= share <= 1 for share in heard)
+    assert json.loads((lab.out / "results.json").read_bytes()) == document
+    return document["rows"], lab.out
+
+
+def test_the_papers_tables_and_figures_are_all_there():
+    assert list(PAPER.experiments) == ["1", "2", "3", "4", "5", "6", "7", "fig2", "encodings"]
+
+
+def test_missing_weights_are_named(tmp_path):
+    with pytest.raises(MissingDataError, match=r"weights/cifar10_resnet20.safetensors must hold"):
+        loda_spec(Lab(tmp_path, "smoke", data_root=tmp_path), "all", 30.0)
+
+
+def test_accuracy_is_of_what_was_learned():
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (200,), generator=rng)
+    patterns = torch.rand(10, 3, 8, 8, generator=rng)
+    images = (patterns[labels] + 0.1 * torch.rand(200, 3, 8, 8, generator=rng)).clamp(0, 1)
+    batch = Batch(images, labels, torch.zeros(200) > 0)
+    scene = _Scene(batch[:1], batch[:100], batch[100:], batch[:5])
+    before = torch.get_rng_state()
+    assert accuracy_under(Defence(), scene, "resnet20:width=4", 8, 0) > 0.7
+    assert torch.equal(before, torch.get_rng_state())
+    wrong = Batch(batch.images, labels.roll(1), batch.sensitive)
+    assert accuracy_under(Defence(), scene._replace(learn=wrong[:100]), "resnet20:width=4", 8, 0) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1", "2", "5", "7", "fig2", "encodings"])
+def test_an_experiment_runs(tmp_path, real_data, name):
+    rows, out = smoke(name, tmp_path, real_data)
+    figures = [value for row in rows for key, value in row.items() if isinstance(value, float)]
+    assert len(figures) >= len(rows)
+    assert all(math.isfinite(value) for value in figures)
+    if name in "12":
+        assert [row["defence"] for row in rows][-2:] == ["LODA_1", "LODA_2"]
+        assert all(row["psnr"] <= row["psnr_max"] for row in rows)
+    if name == "fig2":
+        assert (out / "pictures.png").stat().st_size > 1000
