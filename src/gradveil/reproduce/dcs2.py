@@ -86,6 +86,7 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
         return listening(partial(_tell, lab, next(done), total, doing))
 
     rows: list[Row] = []
+    said: list[str] = []
     figures = {}
     for plan in plans:
         task = TASKS[plan.task]
@@ -97,8 +98,8 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
         titles = {f"{name}, knows it" if knows else name: guess for (name, knows), guess in guesses.items()}
         figures[f"pictures-{plan.task}"] = pictures(case.truth, titles)
         rows += [_row(lab, plan, case, key, guess, price) for key, guess in guesses.items()]
-    everything = [*(_said(lab, plan) for plan in plans), *_notes(lab), *notes]
-    return Result(rows, everything, figures)
+        said.append(_said(lab, plan, mine))
+    return Result(rows, [*said, *_notes(lab), *notes], figures)
 
 
 Telling = Callable[[str], AbstractContextManager[None]]
@@ -154,11 +155,10 @@ def _row(
     return row | {f"paper_{figure}": None if knows else value for figure, value in plan.told.get(name, {}).items()}
 
 
-def _said(lab: Lab, plan: Plan) -> str:
+def _said(lab: Lab, plan: Plan, images: Images) -> str:
     """What was run of a plan, and what the paper did."""
     task = TASKS[plan.task]
     size, whole = (task.sizes[scale] for scale in (lab.scale, "full"))
-    images = load_images(lab, task)
     words = [
         f"{task.title} ({images.data.name.rpartition('/')[2]}): `{task.model(lab)}`, untrained, "
         f"attacked by `{plan.attack.format(size.iterations)}` on single images, "
