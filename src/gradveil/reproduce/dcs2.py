@@ -37,7 +37,7 @@ IMPRINT = "imprint:bins=10,query=dct,mode=0,distribution=laplace"
 """Likewise."""
 Row = dict[str, Any]
 Told = Mapping[str, Mapping[str, float]]
-"""The paper's figures by the name of a defence."""
+"""The paper's figures by the name of a defence, accuracies in percent as it prints them."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ def _row(
     }  # fmt: skip
     if plan.everyone:
         row["accuracy_all_defend"] = rounded(all_.test) if all_ else None
-    return row | {f"paper_{figure}": None if knows else value for figure, value in plan.told.get(name, {}).items()}
+    told = {figure: value / 100 if "accuracy" in figure else value for figure, value in plan.told.get(name, {}).items()}
+    return row | {f"paper_{figure}": None if knows else rounded(value) for figure, value in told.items()}
 
 
 def _said(lab: Lab, plan: Plan, images: Images) -> str:
