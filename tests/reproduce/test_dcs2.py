@@ -140,6 +140,7 @@ def test_table_1(tmp_path, no_work):
     assert {row["dataset"] for row in rows} == {"MNIST", "CIFAR10"}
     plain = [row for row in rows if row["attacker"] == "plain" and row["dataset"] == "MNIST"]
     assert [row["paper_psnr"] for row in plain] == [59.20, 35.38, 14.13, 9.67, 7.84]
+    assert [row["paper_accuracy"] for row in plain] == [0.8716, 0.8691, 0.8691, 0.8694, 0.8698]
     assert all((row["accuracy"], row["accuracy_sensitive"]) == (0.8, 0.9) for row in plain)
     assert all(row["accuracy_all_defend"] == 0.8 for row in plain)
     knowing = [row for row in rows if row["attacker"] == "knows it"]

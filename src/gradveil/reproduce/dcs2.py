@@ -37,7 +37,7 @@ IMPRINT = "imprint:bins=10,query=dct,mode=0,distribution=laplace"
 """Likewise."""
 Row = dict[str, Any]
 Told = Mapping[str, Mapping[str, float]]
-"""The paper's figures by the name of a defence."""
+"""The paper's figures by the name of a defence, accuracies in percent as it prints them."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
         return listening(partial(_tell, lab, next(done), total, doing))
 
     rows: list[Row] = []
+    said: list[str] = []
     figures = {}
     for plan in plans:
         task = TASKS[plan.task]
@@ -97,8 +98,8 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
         titles = {f"{name}, knows it" if knows else name: guess for (name, knows), guess in guesses.items()}
         figures[f"pictures-{plan.task}"] = pictures(case.truth, titles)
         rows += [_row(lab, plan, case, key, guess, price) for key, guess in guesses.items()]
-    everything = [*(_said(lab, plan) for plan in plans), *_notes(lab), *notes]
-    return Result(rows, everything, figures)
+        said.append(_said(lab, plan, mine))
+    return Result(rows, [*said, *_notes(lab), *notes], figures)
 
 
 Telling = Callable[[str], AbstractContextManager[None]]
@@ -151,14 +152,14 @@ def _row(
     }  # fmt: skip
     if plan.everyone:
         row["accuracy_all_defend"] = rounded(all_.test) if all_ else None
-    return row | {f"paper_{figure}": None if knows else value for figure, value in plan.told.get(name, {}).items()}
+    told = {figure: value / 100 if "accuracy" in figure else value for figure, value in plan.told.get(name, {}).items()}
+    return row | {f"paper_{figure}": None if knows else rounded(value) for figure, value in told.items()}
 
 
-def _said(lab: Lab, plan: Plan) -> str:
+def _said(lab: Lab, plan: Plan, images: Images) -> str:
     """What was run of a plan, and what the paper did."""
     task = TASKS[plan.task]
     size, whole = (task.sizes[scale] for scale in (lab.scale, "full"))
-    images = load_images(lab, task)
     words = [
         f"{task.title} ({images.data.name.rpartition('/')[2]}): `{task.model(lab)}`, untrained, "
         f"attacked by `{plan.attack.format(size.iterations)}` on single images, "
