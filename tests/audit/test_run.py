@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from gradveil.audit import audit
 from gradveil.audit.plan import plan
+from gradveil.defences import Countermove
+from gradveil.defences.mixup import Mixup
 from gradveil.errors import ConfigError, RunFolderError
 from gradveil.observe import observe
 from tests.audit.conftest import QUICK
@@ -318,7 +320,9 @@ def test_a_certificate_stands_in_its_rows(small, tmp_path):
     assert bounds["soteria:prune=0.5"] > 0
 
 
-def test_many_looks_at_a_client_are_decoded_by_an_attacker_who_knows_the_defence(small, tmp_path):
+def test_many_looks_at_a_client_are_decoded_by_an_attacker_who_knows_the_defence(small, tmp_path, monkeypatch):
+    quick = {"unmix": Countermove(decode=("unmix:train=30,width=8,restarts=2",))}
+    monkeypatch.setattr(Mixup, "adaptive", lambda self, arrived: quick)
     settings = small(
         defences="mixup:k=2", attacks="encodings", knows="num-examples,encodings,public-data", images=4, looks=20,
         targets=1, adaptive=True, rounds=0,
