@@ -66,7 +66,7 @@ def curve(members: Tensor, others: Tensor) -> list[float]:
 
     Example:
         >>> curve(torch.tensor([3.0, 2.0]), torch.tensor([2.0, 1.0]))[-8:]
-        [0.9, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+        [0.8, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
     false, true = rates(members, others)
     wanted = false.new_tensor(FALSE_RATES)
