@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from gradveil.attacks import Scene, build_attack
+from gradveil.data import Split
 from gradveil.data.federated import federate
 from gradveil.defences import build_defence
 from gradveil.engines.simulation import chosen_normalisation
@@ -32,7 +33,8 @@ class Case:
     Attributes:
         network: untrained, with its normalisation.
         private: single images of the client that defends, one a target.
-        public: images of nobody's.
+        public: images of nobody's, which the attacker knows.
+        aux: public images at hand on the client's device.
         averages: (classes, C, H, W), the mean public image of each class.
         num_classes: of the task.
     """
@@ -40,6 +42,7 @@ class Case:
     network: nn.Module
     private: Sequence[Batch]
     public: Batch
+    aux: Batch
     averages: Tensor
     num_classes: int
 
@@ -52,13 +55,16 @@ class Case:
 def make_case(images: Images, model: str, partition: str, targets: int, seed: int) -> Case:
     """The first images of the client that defends, all sensitive, and the network before its first round."""
     data = images.data
-    parts = federate(data, partition, CLIENTS, "1.0", seed, images.public)
-    mine, public = parts.client(DEFENDED), parts.aux
-    if public is None:
-        raise ValueError("a case needs public images")
+    mine = federate(data, partition, CLIENTS, "1.0", seed).client(DEFENDED)
+    public, aux = (_all(known.train) for known in (images.public, images.aux))
     network = create_model(model, data.shape, data.num_classes, seed, chosen_normalisation("dataset", data))
     private = [mine[slice(number, number + 1)] for number in range(min(targets, len(mine)))]
-    return Case(network.eval(), private, public, class_averages(public, data.num_classes), data.num_classes)
+    return Case(network.eval(), private, public, aux, class_averages(public, data.num_classes), data.num_classes)
+
+
+def _all(split: Split) -> Batch:
+    images, labels = torch.from_numpy(split.images).float() / 255, torch.from_numpy(split.labels)
+    return Batch(images, labels, torch.zeros(len(labels), dtype=torch.bool))
 
 
 def class_averages(public: Batch, num_classes: int) -> Tensor:
@@ -80,7 +86,7 @@ def attack_case(case: Case, defence: str, attack: str, *, adaptive: bool, seed: 
     scene = Scene((shape[0], shape[1], shape[2]), case.num_classes)
     alters = Knowledge.ALTERS_MODEL in built.needs
     knows = ["labels", "num-examples", "class-averages"]
-    knows += ["alters-model"] * alters + ["defence"] * adaptive
+    knows += [*built.needs] + ["defence"] * adaptive
     seen = observe(
         case.network,
         case.private,
@@ -88,8 +94,9 @@ def attack_case(case: Case, defence: str, attack: str, *, adaptive: bool, seed: 
         num_classes=case.num_classes,
         defence=defending,
         class_averages=case.averages,
+        public_data=case.public,
         alter=(lambda network: built.alter(network, scene, stream(seed, "alter"))) if alters else None,
-        aux=case.public if defending.uses_aux else None,
+        aux=case.aux if defending.uses_aux else None,
         seed=seed,
     )
     return built(seen, stream(seed, "dcs2", "attack")).images

@@ -119,11 +119,18 @@ class Images:
 
     Attributes:
         data: what is dealt to the clients, and the test images.
-        public: images of the same kind that nobody owns, which concealed samples start at (the authors' proxy split).
+        public: images of the same kind that nobody owns (the authors' proxy split), which attackers know.
+        starts: public images which concealed samples start at; None are the same.
     """
 
     data: Dataset
     public: Dataset
+    starts: Dataset | None = None
+
+    @property
+    def aux(self) -> Dataset:
+        """The public images at hand on devices."""
+        return self.starts or self.public
 
 
 def load_images(lab: Lab, task: Task) -> Images:
@@ -208,7 +215,7 @@ class Accuracy:
 
 def train(lab: Lab, settings: TrainSettings, images: Images, progress: Callable[[float], None]) -> Accuracy:
     """Train, and evaluate after the last round."""
-    aux = images.public if build_defence(settings.defence).uses_aux else None
+    aux = images.aux if build_defence(settings.defence).uses_aux else None
     with Simulation(settings, dataset=images.data, aux=aux, workers=lab.workers) as simulation:
         for row in simulation.run():
             progress(int(str(row["round"])) / settings.rounds)
