@@ -74,7 +74,7 @@ def main() -> None:
         features = defence.features(create_model("lenet-dlg", SHAPE, 10, 0), SHAPE)
     images, begun = torch.rand(2, max(sizes), *SHAPE, generator=torch.Generator().manual_seed(0)).unbind()
     defence.obscured(features, images[: min(sizes)], begun[: min(sizes)])  # warm
-    whole = copy.deepcopy(features.network).requires_grad_(True)
+    whole = copy.deepcopy(features.network).requires_grad_(True).to(memory_format=torch.contiguous_format)
     by_hand = plain_loop(whole, features.names, images[:1], begun[:1], given.steps, defence.c)
     off = float((by_hand - defence.obscured(features, images[:1], begun[:1])).abs().max())
     names = ["plain loop", *(f"batch {size}" for size in sizes)]

@@ -145,11 +145,14 @@ class Loda(Defence):
             network = create_model(self.extractor.replace(";", ","), shape, classes, 0, own)
             if self.weights:
                 load_weights(network, Path(self.weights).expanduser())
-        network = network.to(parameter)
+        network = network.to(parameter).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return Features(network, chosen_layers(network, shape, self.layers), shape)
 
     def obscured(self, features: Features, images: Tensor, begun: Tensor) -> Tensor:
         """Algorithm 1 for images (N, C, H, W) at once, from the images ``begun``."""
+        images, begun = (
+            some.contiguous(memory_format=torch.channels_last) for some in (images, begun)
+        )  # half the time
         with torch.no_grad():
             wanted = features(images)
         away = 2 * self.c / (images[0].numel() if self.mean_squares else 1)  # times the pixels' difference

@@ -171,7 +171,8 @@ def _decoder(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder |
     if isinstance(defence, Mixup):
         return Unmix(train=sizes.train, restarts=lab.pick(1, 2, 8), rounds=sizes.unmixing)
     if isinstance(defence, Loda):
-        return Stationarity(way=way, steps=lab.pick(5, 100, 100), search=lab.pick(0, 0, 8))
+        rehearsed = lab.pick(4, 24, 100) if way == "learned" else lab.pick(0, 0, 8)
+        return Stationarity(way=way, steps=lab.pick(5, 100, 100), search=rehearsed)
     return Untransform() if isinstance(defence, Ats) else None
 
 
@@ -362,7 +363,7 @@ def from_encodings(lab: Lab) -> Result:
         rounds = sizes.rounds // sizes.targets if isinstance(defence, Mixup) else 1
         truth, seen = scene.private.images, _shown(lab, scene, defence, rounds)
         found = Encodings().run(seen, stream(lab.seed, "loda"))
-        decoder = _decoder(lab, defence, way="features")
+        decoder = _decoder(lab, defence, way="learned")
         decoded = found if decoder is None else decoder.decode(found, seen, stream(lab.seed, "loda", "decode"))
         row: dict[str, Any] = {"defence": name, "encodings": rounds * sizes.targets}
         for kind, images in (("encoded", found.images[0]), ("decoded", decoded.images[0])):
@@ -372,7 +373,7 @@ def from_encodings(lab: Lab) -> Result:
     lab.progress(1.0, "done")
     notes = [
         "The attacker was given the encodings, as Carlini et al. were, and knew the defence and public test images, "
-        "not the coefficients, partners or signs. For LODA the way is that of the features, from a grey image.",
+        "not the coefficients, partners or signs. For LODA it learned a filter from public images.",
         f"{sizes.targets} private CIFAR-10 images, mixed among themselves; a grey image has some 12 dB.",
     ]
     return Result(rows, notes)
