@@ -15,19 +15,17 @@ TESTS = Path(__file__).parents[1] / "defences"
 
 
 def unnoticed(name, tests=None):
-    """The overridden hooks of a defence that its tests do not miss."""
+    """The overridden hooks of a defence that its tests do not miss; that they pass otherwise is the suite's to tell."""
     cls = components("defences")[name]
     file = tests or TESTS / f"test_{name.replace('-', '_')}.py"
     quiet = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-summary", str(file)]
-    if pytest.main(quiet) != pytest.ExitCode.OK:
-        return ["(its tests fail as they are)"]
     survivors = []
     for hook in HOOKS:
         if getattr(cls, hook) is not vars(Defence)[hook]:  # its own, or of a base between
             kept = vars(cls).get(hook)
             setattr(cls, hook, vars(Defence)[hook])
             try:
-                if pytest.main(quiet) == pytest.ExitCode.OK:
+                if pytest.main(quiet) != pytest.ExitCode.TESTS_FAILED:
                     survivors.append(hook)
             finally:
                 if kept is None:
