@@ -86,6 +86,15 @@ def test_batch_statistics_are_those_of_the_private_batch():
         assert variance[target].item() == pytest.approx(batch.images.var(correction=0).item(), abs=1e-6)
 
 
+def test_batch_statistics_are_of_what_the_network_saw_in_every_round():
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))
+    grants = ThreatModel.of("batch-statistics", "encodings")
+    defence = build_defence("instahide:k=2")
+    seen = observe(model, batches(size=4), threat=grants, num_classes=3, defence=defence, rounds=2)
+    shown = seen.encodings.images.view(seen.num_targets, -1)
+    assert torch.allclose(seen.batch_statistics["0"][0][:, 0], shown.mean(1), atol=1e-6)
+
+
 def reachable(thing):
     """Every object that can be reached from here, classes and modules left out."""
     seen, queue = {}, [thing]

@@ -111,9 +111,10 @@ def observe(
         Knowledge.LOCK: [{n: t for n, t in each.before.items() if not _is_key(n)} for each in played],
     }
     changes = [{n: each.after[n] - t for n, t in each.before.items() if not _is_key(n)} for each in played]
-    if Knowledge.BATCH_STATISTICS in threat.knows and rounds == 1:
-        facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(server, private, [each.before for each in played])
     single = how.num_steps(whole) == 1
+    if Knowledge.BATCH_STATISTICS in threat.knows:
+        saw = [each.encodings for each in played] if single else [batch for batch in private for _ in range(rounds)]
+        facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(server, saw, [each.before for each in played])
     if Knowledge.ENCODINGS in threat.knows and single:
         facts[Knowledge.ENCODINGS] = _joined([one.encodings for one in played])
     channels, height, width = private[0].images.shape[1:]

@@ -36,9 +36,9 @@ def test_several_targets_at_once_are_searched_as_each_would_be_alone():
     _, _, seen = scene(targets=3)
     attack = Grnn(iterations=2, chunk=3, restarts=1, **QUICK)
     search = attack.search(seen)
-    flat = search.decoder.begin(3, torch.Generator().manual_seed(0))
-    together = search.decoder.pictures(flat, None)
-    alone = torch.cat([search.decoder.pictures(row[None], None) for row in flat])
+    flat = search.maker.begin(3, torch.Generator().manual_seed(0))
+    together = search.maker.pictures(flat, None)
+    alone = torch.cat([search.maker.pictures(row[None], None) for row in flat])
     assert torch.allclose(together, alone, atol=1e-6)
 
 

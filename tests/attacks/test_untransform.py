@@ -37,6 +37,23 @@ def test_a_known_policy_is_undone_after_any_attack():
     assert torch.allclose(run(Encodings(), seen).images, truth, atol=1e-6)
 
 
+def test_it_follows_a_gradient_attack_that_was_given_no_encodings():
+    public = Batch(*[torch.cat(part) for part in zip(*public_parts(), strict=True)])
+    how = {"targets": 2, "side": 16, "defence": build_defence("ats:policy=0"), "public_data": public}
+    found = {}
+    for grants in (("labels", "num-examples", "public-data"), ("labels", "num-examples", "public-data", "defence")):
+        truth, _, seen = scene(grants=grants, **how)
+        result = run(build_attack("gs:iterations=300"), seen)
+        assert not any("not decoded" in why for why in result.why)
+        found["defence" in grants] = float(psnr(truth.flatten(0, 1), result.images.flatten(0, 1)).mean())
+    assert found[True] > found[False] + 3
+
+
+def test_what_it_was_prepared_on_is_what_its_inner_attack_was(monkeypatch):
+    monkeypatch.setattr(Encodings, "prepared_on", lambda self, shape, num_classes: frozenset({7}))
+    assert Untransform().prepared_on((1, 8, 8), 10) == {7}
+
+
 def test_another_defence_leaves_the_guesses_as_they_are():
     truth, _, seen = scene(grants=GRANTS)
     assert torch.equal(run(Untransform(), seen).images, truth)

@@ -158,3 +158,23 @@ def test_pruning_before_noise_is_answered_by_its_fraction():
     move = build_defence("prune:fraction=0.5+gaussian:std=0.1").adaptive(Arrived(seen, [1.0]))["all"]
     sent = move.sent({"w": torch.tensor([[1.0, 5.0, 2.0, 4.0, 3.0]])}, seen)["w"]
     assert sent.tolist() == [[0, 5, 0, 4, 3]]
+
+
+def test_decoys_are_told_apart_only_where_the_other_leaves_the_gradient():
+    def separates(spec):
+        arrived = Arrived({"weight": torch.ones(1, 2, 2)}, [1.0])
+        return next(iter(build_defence(spec).adaptive(arrived).values())).separate
+
+    assert separates("dcs2")
+    assert separates("mixup:k=2+dcs2")
+    assert not separates("dcs2+clip:norm=1")
+
+
+def test_there_is_no_certificate_of_images_that_were_hidden():
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 6 * 6, 3))
+    batch = Batch(torch.rand(2, 1, 8, 8), torch.tensor([0, 1]), torch.zeros(2) > 0)
+    bounds = [
+        build_defence(spec).certificate(network, batch, torch.Generator()) for spec in ("soteria+prune", "ats+soteria")
+    ]
+    assert bounds[0] is not None
+    assert bounds[1] is None

@@ -158,6 +158,13 @@ def test_of_many_defences_the_best_and_the_worst_are_told():
     ]
 
 
+def test_of_many_defences_none_of_which_leaks_only_one_is_told():
+    rows = [privacy_row(f"d{number}", psnr=5.0 + number, ssim=0.1) for number in range(4)]
+    text = headline([privacy_row("none"), *rows])
+    assert "Under all 4 defences nothing is recognisable; d3 comes nearest: no attack here recovered any" in text
+    assert "leaks least" not in text
+
+
 def test_of_many_defences_those_are_named_that_knowledge_undoes():
     rows = rows_of("none", [0.9], psnr=50.0)
     for name, plain, knowing in (("a", 20.0, 48.0), ("b", 20.0, 40.0), ("c", 45.0, 50.0), ("d", 10.0, 60.0)):

@@ -95,7 +95,7 @@ class Attack(AnyAttack):
     def decoders(self, seen: Observation) -> "Sequence[Decoder]":
         """What is made of the guesses then: the stages that a known defence's countermove names.
 
-        Without a choice it is the first countermove whose stages have all they need to know.
+        Without a choice it is the first countermove that has stages, and whose stages have all they need to know.
         """
         known = {Knowledge.DEFENCE, Knowledge.NUM_EXAMPLES} | (set() if seen.single_step else {Knowledge.LOCAL_STEPS})
         choice = getattr(self, "adapt", "")
@@ -104,8 +104,9 @@ class Attack(AnyAttack):
         chosen = countermove(seen, choice) if choice else None
         moves = [chosen] if chosen else list(countermoves(seen).values())
         options = [[build(Decoder, spec) for spec in move.decode] for move in moves]
-        fitting = [stages for stages in options if not any(stage._missing(seen) for stage in stages)]
-        return next(iter(fitting or options), [])
+        staged = [stages for stages in options if stages]
+        fitting = [stages for stages in staged if not any(stage.lacks(seen) for stage in stages)]
+        return next(iter(fitting or staged), [])
 
     @final
     def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
@@ -122,7 +123,7 @@ class Attack(AnyAttack):
             )
         result = self._guarded(seen, rng)
         for decoder in self.decoders(seen):
-            lacking = decoder._missing(seen)
+            lacking = decoder.lacks(seen)
             if lacking:
                 note = f"not decoded: {decoder.name} needs {', '.join(lacking)}"
                 result = replace(result, why=tuple("; ".join(filter(None, [w, note])) for w in result.why))
@@ -178,6 +179,11 @@ class Decoder(Attack):
             raise ConfigError(f"inner must be an attack that guesses what the network saw, got {self.inner!r}.")
         object.__setattr__(self, "needs", type(self).needs | first.needs)
 
+    def lacks(self, seen: Observation) -> list[str]:
+        """What `decode` itself needs and is not granted; what ``inner`` needs is another stage's."""
+        others = {knowledge.value for knowledge in self._first.needs - type(self).needs}
+        return [name for name in self._missing(seen) if name not in others]
+
     @property
     def _first(self) -> Attack:
         return build_attack(self.inner.replace(";", ","))
@@ -185,6 +191,10 @@ class Decoder(Attack):
     def alter(self, network: nn.Module, seen: Scene, rng: torch.Generator) -> nn.Module:
         """As the attack before it does."""
         return self._first.alter(network, seen, rng)
+
+    def prepared_on(self, shape: tuple[int, int, int], num_classes: int) -> frozenset[int]:
+        """What the attack before it was prepared on."""
+        return self._first.prepared_on(shape, num_classes)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """The guesses of what the network saw."""

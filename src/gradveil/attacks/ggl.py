@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.matching import Matching
-from gradveil.attacks.parts.decoders import Latents
 from gradveil.attacks.parts.labels import known_or_recovered
+from gradveil.attacks.parts.makers import Latents
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.search import Priors, Search
 from gradveil.defences.base import Countermove
@@ -116,7 +116,7 @@ class Ggl(Matching):
             sign="none",
             boxed=False,
             move=estimated(self.estimate),
-            decoder=latents,
+            maker=latents,
             population=self.population,
         )
 

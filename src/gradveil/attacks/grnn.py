@@ -86,9 +86,7 @@ class Grnn(Matching):
             lr=self.lr,
             schedule=self.schedule,
             boxed=False,
-            decoder=FreshGenerators(
-                seen.shape, seen.num_examples, noise=self.noise, width=self.width, roughness=self.tv
-            ),
+            maker=FreshGenerators(seen.shape, seen.num_examples, noise=self.noise, width=self.width, roughness=self.tv),
         )
 
     def labels_of(self, seen: Observation) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Gradient matching: find images whose update is the one seen. The loop that DLG, iDLG, GS and GradInversion share."""
+"""Gradient matching: find images whose update is the one seen. The loop that all attacks by search share."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

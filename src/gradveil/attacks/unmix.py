@@ -74,7 +74,8 @@ class Unmix(Decoder):
         encodings = 2 * found.images.detach().cpu().reshape(-1, seen.rounds * seen.num_examples, *seen.shape) - 1
         if defence is None or encodings.shape[1] < 2 * images or images < 2:
             note = "" if defence is None else "not decoded: unmix needs several rounds of encodings"
-            return found if not note else replace(found, why=(note,) * len(found.images))
+            before = found.why or ("",) * len(found.images)
+            return replace(found, why=tuple("; ".join(filter(None, [why, note])) for why in before))
         flipped = isinstance(defence, Instahide) and 0 < defence.flip < 1
         public = 2 * seen.public_data.images.cpu().float() - 1
         encoder = _encoder(defence, public, flipped=flipped)

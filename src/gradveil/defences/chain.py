@@ -152,7 +152,9 @@ class Chain(Defence):
         return known[0] if len(known) == 1 and safe else None
 
     def certificate(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor | None:
-        """The first member's that has one; what the others do is not part of it."""
+        """The first member's that has one; what the others do is not part of it. None where one hides the images."""
+        if any(defence.hides_images for defence in self.defences):
+            return None  # it would be of images that the protected network never sees
         found = (defence.certificate(network, batch, rng) for defence in self.defences)
         return next((bound for bound in found if bound is not None), None)
 
@@ -176,7 +178,8 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
     """What two defences in a row make of a guess.
 
     Noises add up, and the later one's kind decides the distance. Noise that the second one scales or rounds is of no
-    known strength any more: then there is no likelihood, and the distance is the second's or the attack's own.
+    known strength any more: then there is no likelihood, and the distance is the second's or the attack's own. Decoys
+    can be told apart by linear algebra only where the other one leaves the gradient as it is.
     """
     if first.noise and second.sent is not None and not second.passes_noise:
         first = replace(first, noise={}, distance="")
@@ -213,6 +216,10 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
         penalties={**first.penalties, **second.penalties},
         soft_labels=first.soft_labels or second.soft_labels,
         decode=second.decode + first.decode,
+        separate=any(
+            one.separate and other.sent is None and other.look is None and not other.noise
+            for one, other in ((first, second), (second, first))
+        ),
     )
 
 

@@ -110,7 +110,7 @@ class Mixup(Defence):
         if len(pool) <= wanted:
             raise DefenceError(
                 f"Defence {self.name!r} mixes {self.num_private} of a client's images, got a client with {len(pool)}. "
-                "Lower k, or give clients more images."
+                "Lower k, or give clients more images (in an audit with --images)."
             )
         order = torch.rand(len(batch), len(pool), generator=client.rng).argsort(1)[:, : wanted + 1]
         order = order.to(pool.images.device)

@@ -42,6 +42,8 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> list[str
     if len(rest) > MOST:
         least, *_, most = sorted(rest, key=lambda name: (_share(best[name]), best[name]["psnr"] or 0.0))
         starts = {least: f"Of {len(rest)} defences, {least} leaks least:", most: f"{most} leaks most:"}
+        if best[most]["recognisable"] == 0:
+            starts = {most: f"Under all {len(rest)} defences nothing is recognisable; {most} comes nearest:"}
     for name, start in starts.items():
         text = _defended(lines, name, noun, first=not parts)
         parts.append(f"{start} {text}{_price(accuracy.get('none'), accuracy.get(name))}.")

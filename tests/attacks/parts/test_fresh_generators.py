@@ -46,7 +46,7 @@ class Published(nn.Module):
         return maps.sigmoid(), self.label(self.z)
 
     def numbers(self):
-        """The same as our decoder's numbers, and the logits."""
+        """The same as our maker's numbers, and the logits."""
         first = torch.einsum("i,ijhw->jhw", self.z, self.first.weight)
         rest = [
             piece

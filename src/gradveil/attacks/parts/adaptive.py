@@ -96,7 +96,7 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
 
 
 def _smooth(search: Search, seen: Observation) -> Priors:
-    if search.decoder is not None and search.decoder.knows_images:
+    if search.maker is not None and search.maker.knows_images:
         return search.priors
     return replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS))
 

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradveil.attacks.parts.decoders import Decoder
+from gradveil.attacks.parts.makers import Maker
 
 _FIRST = 4
 """Side of the first map."""
 _EPSILON = 1e-5
 
 
-class FreshGenerators(Decoder):
+class FreshGenerators(Maker):
     """A generator for each image: a 4 x 4 map and gated units, then doubling, convolution, BatchNorm and gate.
 
     BatchNorm sees one image, so its statistics are those of each map. Images are made at the next power of two from 8

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradveil.attacks.parts.compiled import compiled
-from gradveil.attacks.parts.decoders import Decoder
 from gradveil.attacks.parts.local_training import Replay, replaced_outputs
+from gradveil.attacks.parts.makers import Maker
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.optimisers import Closure
 from gradveil.attacks.parts.priors import batch_norm_distance, group_consistency, squared_norm, total_variation
@@ -62,7 +62,7 @@ class Search:
         move: the answer to a defence that the attacker knows: what it makes of a guess, hides and leaves to compare.
         first: a search of as many steps, whose best guesses this one starts from.
         residual: the distance that the truth itself is expected to have, under noise.
-        decoder: what makes images of the numbers that are searched; None searches pixels.
+        maker: what makes images of the numbers that are searched; None searches pixels.
         population: candidates a step (cma).
     """
 
@@ -77,7 +77,7 @@ class Search:
     move: Countermove = field(default_factory=Countermove)
     first: "Search | None" = None
     residual: float = 0.0
-    decoder: Decoder | None = None
+    maker: Maker | None = None
     population: int = 1
 
     @property
@@ -172,8 +172,8 @@ class Step:
         self.device = self._like.device
         self.space = Space(seen.network, seen.shape, self._like)
         self.batch_size = replay.batch_size
-        self.decoder = search.decoder
-        self.num_pixels = self.batch_size * self.space.size if self.decoder is None else self.decoder.size
+        self.maker = search.maker
+        self.num_pixels = self.batch_size * self.space.size if self.maker is None else self.maker.size
         self._num_decoys = self.batch_size * search.move.decoys
         draws = search.move.unknowns
         self._unknowns = {name: draw(1, torch.Generator()).shape[1] for name, draw in draws.items()}
@@ -193,10 +193,10 @@ class Step:
 
     def begin(self, start: str, task: Task, rng: torch.Generator) -> Tensor:
         """First guesses: images, logits of soft labels where labels are searched, decoys, secret outputs."""
-        if self.decoder is None:
+        if self.maker is None:
             first = begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng)
         else:
-            first = self.decoder.begin(task.rows, rng)
+            first = self.maker.begin(task.rows, rng)
         parts = [first.to(self._like)]
         images = self.batch_size if task.labels is None else 0
         sizes = [images * self.seen.num_classes] * bool(images)
@@ -237,9 +237,11 @@ class Step:
     def _images(self, flat: Tensor, labels: Tensor | None) -> Tensor:
         """Normalised images (rows * B, C, H, W)."""
         own = flat[:, : self.num_pixels]
-        if self.decoder is None:
+        if self.maker is None:
             return own.reshape(-1, *self.seen.shape)
-        return self.space.from_pixels(self.decoder.pictures(own, labels))
+        told = self.targets(flat, labels)
+        grouped = told.view(len(flat), self.batch_size, *told.shape[1:])
+        return self.space.from_pixels(self.maker.pictures(own, grouped))
 
     @torch.no_grad()
     def pictures(self, flat: Tensor, labels: Tensor | None) -> Tensor:
@@ -248,12 +250,12 @@ class Step:
         return self.space.to_pixels(images).clamp(0, 1)
 
     def rates(self, flat: Tensor, task: Task) -> Tensor:
-        """Factors on the rate for each variable: the decoder's for its own and for searched labels, else 1."""
+        """Factors on the rate for each variable: the maker's for its own and for searched labels, else 1."""
         factors = torch.ones(flat.shape[1])
-        if self.decoder is not None:
-            factors[: self.num_pixels] = self.decoder.rates()
+        if self.maker is not None:
+            factors[: self.num_pixels] = self.maker.rates()
             if task.labels is None:
-                factors[self.num_pixels :][: self.batch_size * self.seen.num_classes] = self.decoder.label_rate
+                factors[self.num_pixels :][: self.batch_size * self.seen.num_classes] = self.maker.label_rate
         return factors.to(flat)
 
     def guessed(self, pixels: Tensor, flat: Tensor, task: Task) -> Tensors:
@@ -337,8 +339,8 @@ class Step:
             groups = images.view(-1, self._restarts, self.batch_size, *self.seen.shape)  # (targets, restarts, B, ...)
             apart = group_consistency(groups.transpose(0, 1).flatten(1, 2))  # (restarts, targets * B)
             loss = loss + priors.group * apart.view(self._restarts, -1, self.batch_size).mean(2).T.flatten()
-        if self.decoder is not None:
-            loss = loss + self.decoder.penalty(leaf[:, : self.num_pixels], pixels)
+        if self.maker is not None:
+            loss = loss + self.maker.penalty(leaf[:, : self.num_pixels], pixels)
         return loss
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil.generators import Latent
 
 
-class Decoder(ABC):
+class Maker(ABC):
     """Turns rows of numbers (rows, size) into images; rows never mix.
 
     Attributes:
@@ -27,7 +27,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def pictures(self, flat: Tensor, labels: Tensor | None) -> Tensor:
-        """Images (rows * B, C, H, W) in [0, 1]; ``labels`` are (rows, B), None where they are searched too."""
+        """Images (rows * B, C, H, W) in [0, 1]; ``labels`` are (rows, B), or soft ones (rows, B, classes)."""
 
     def penalty(self, flat: Tensor, pictures: Tensor) -> Tensor:
         """(rows,) what is added to the loss."""
@@ -38,7 +38,7 @@ class Decoder(ABC):
         return torch.ones(self.size)
 
 
-class Latents(Decoder):
+class Latents(Maker):
     r"""The latents of a trained generator, B of them a row.
 
     The penalty is the divergence of a normal distribution with the mean m and the variance v of an image's latents from
@@ -63,7 +63,7 @@ class Latents(Decoder):
 
     def pictures(self, flat: Tensor, labels: Tensor | None) -> Tensor:
         """What the generator makes of them, and of the labels where it asks for any."""
-        images: Tensor = self._generator(self._latents(flat), None if labels is None else labels.reshape(-1))
+        images: Tensor = self._generator(self._latents(flat), None if labels is None else labels.flatten(0, 1))
         return images
 
     def penalty(self, flat: Tensor, pictures: Tensor) -> Tensor:
