@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.attacks.parts.chains import chain_of, gradient_matrix, weight_matrix
 from gradveil.attacks.r_gap import RGap, rank_analysis
 from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError
@@ -51,16 +50,6 @@ def test_networks_of_the_zoo_with_normalisation():
         network = create_model(model, (1, 8, 8), 4, 0, Normalisation((0.4,), (0.2,)))
         truth, seen = look(network)
         assert (psnr(truth[:, 0], run(RGap(), seen).images[:, 0]) > 60).all(), model
-
-
-def test_its_equations_hold_for_the_true_input():
-    layer = chain_of(small(), (1, 8, 8))[1]
-    rng = torch.Generator().manual_seed(0)
-    inputs = torch.randn(1, *layer.shape, generator=rng, dtype=torch.float64)
-    error = torch.randn(1, *layer.out, generator=rng, dtype=torch.float64)
-    assert torch.allclose(weight_matrix(layer) @ inputs.flatten(), layer.module(inputs).flatten())
-    weight = nn.grad.conv2d_weight(inputs, layer.module.weight.shape, error, stride=2, padding=1)
-    assert torch.allclose(gradient_matrix(layer, error[0].flatten(1)) @ inputs.flatten(), weight.flatten())
 
 
 def test_the_rank_analysis_counts_equations_and_names_what_lacks():

@@ -1,11 +1,12 @@
 import json
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from gradveil.errors import RunFolderError, UnknownNameError
 from gradveil.reproduce import papers, reproduce
-from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded, run_experiment, to_markdown
+from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded, run_experiment, to_markdown
 
 
 def paper_of(runs):
@@ -57,3 +58,13 @@ def test_every_paper_is_found_by_its_file():
 def test_figures_are_rounded_and_what_is_not_finite_is_none():
     assert (rounded(0.123456), rounded(123456.0, 2)) == (0.1235, 1.2e5)
     assert (rounded(float("inf")), rounded(None)) == (None, None)
+
+
+def test_pictures_stand_line_by_line_and_what_is_lost_is_grey():
+    some = torch.rand(3, 1, 4, 4)
+    figure = picture_lines({"truth": some, "lost": torch.full_like(some, torch.nan)}, most=2)
+    assert len(figure.axes) == 4
+    assert [figure.axes[place].get_ylabel() for place in (0, 2)] == ["truth", "lost"]
+    drawn = [axes.images[0].get_array() for axes in figure.axes]
+    assert (drawn[1] == some[1, 0].numpy()).all()
+    assert (drawn[3] == 0.5).all()

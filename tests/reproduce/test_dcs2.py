@@ -8,12 +8,12 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from gradveil.data import Dataset, Split
+from gradveil.data import Split
 from gradveil.defences import build_defence
 from gradveil.engines.simulation import Simulation
 from gradveil.reproduce import concealed_training, dcs2, papers
 from gradveil.reproduce.base import Lab, run_experiment
-from gradveil.reproduce.concealed_attacks import attack_case, class_averages, make_case, pictures, scores
+from gradveil.reproduce.concealed_attacks import attack_case, class_averages, make_case, scores
 from gradveil.reproduce.concealed_training import (
     DEFENDED,
     TASKS,
@@ -26,17 +26,10 @@ from gradveil.reproduce.concealed_training import (
     training,
 )
 from gradveil.types import Batch
+from tests.reproduce.invented import invented
 
 PAPER = papers()["dcs2"]
 SHAPES = {"cifar10": (3, 32, 32), "faces-lfw.npz": (1, 64, 64), "tiny-imagenet-1600.npz": (3, 64, 64)}
-
-
-def invented(name="mnist-5k", shape=(1, 28, 28), each=40):
-    """Pictures of noise, as many of each of ten classes."""
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(10), each)
-    splits = [Split(rng.integers(0, 256, (10 * each, *shape), dtype=np.uint8), labels) for _ in range(2)]
-    return Dataset(name, *splits, 10, (0.5,) * shape[0], (0.25,) * shape[0])
 
 
 @pytest.fixture
@@ -44,7 +37,7 @@ def no_files(monkeypatch):
     """Invented pictures in place of every data set."""
 
     def load(spec, root=None):
-        return invented(spec, SHAPES.get(spec.rpartition("/")[2], (1, 28, 28)))
+        return invented(spec, SHAPES.get(spec.rpartition("/")[2], (1, 28, 28)), each=40)
 
     for module in (dcs2, concealed_training):
         monkeypatch.setattr(module, "load_dataset", load)
@@ -66,7 +59,7 @@ def no_work(monkeypatch, no_files):
 
     monkeypatch.setattr(dcs2, "attack_case", attack)
     monkeypatch.setattr(dcs2, "train", trained)
-    monkeypatch.setattr(dcs2, "pictures", lambda truth, guesses: Figure())
+    monkeypatch.setattr(dcs2, "picture_lines", lambda lines: Figure())
     return asked
 
 
@@ -154,16 +147,6 @@ def test_table_1(tmp_path, no_work):
     assert (tmp_path / "1" / "pictures-mnist.png").exists()
 
 
-def test_pictures_stand_side_by_side():
-    truth = torch.rand(2, 1, 3, 4, 4)
-    figure = pictures(truth, {"none": truth, "lost": torch.full_like(truth, torch.nan)})
-    assert [axes.get_title() for axes in figure.axes[:3]] == ["truth", "none", "lost"]
-    shown = [axes.images[0].get_array() for axes in figure.axes]
-    assert len(shown) == 6
-    assert np.allclose(shown[0], shown[1])
-    assert np.allclose(shown[2], 0.5)
-
-
 def test_the_imprint_has_no_second_attacker(tmp_path, no_work):
     rows = played("2", tmp_path)["rows"]
     imprinted = [row for row in rows if row["dataset"] == "TinyImageNet"]
@@ -206,7 +189,7 @@ def test_faces_begin_at_another_set(tmp_path, no_files, monkeypatch):
 
     monkeypatch.setattr(dcs2, "attack_case", attack)
     monkeypatch.setattr(dcs2, "train", lambda *rest: Accuracy(0.5, 0.5))
-    monkeypatch.setattr(dcs2, "pictures", lambda truth, guesses: Figure())
+    monkeypatch.setattr(dcs2, "picture_lines", lambda lines: Figure())
     rows = played_quietly("6", tmp_path)
     assert build_defence(rows[-1]["defence"]).start == "aux"
     faces = load_images(Lab(tmp_path, "smoke"), TASKS["faces"]).public.train.images

@@ -8,23 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from gradveil.data import Dataset, Split
 from gradveil.defences import Defence, build_defence
 from gradveil.errors import DivergedError
 from gradveil.reproduce import entangle, entangled_attacks, entangled_training, papers
 from gradveil.reproduce.base import Lab, run_experiment
 from gradveil.reproduce.entangled_attacks import Trials, attack_case, make_case, membership_means, normalised_mse
 from gradveil.reproduce.entangled_training import DEFENCES, Curve, images, measure_rounds, train_curve, training
+from tests.reproduce.invented import invented
 
 PAPER = papers()["entangle"]
-
-
-def invented(name="mnist-5k", shape=(1, 28, 28), each=12):
-    """Pictures of noise, as many of each of ten classes."""
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(10), each)
-    splits = [Split(rng.integers(0, 256, (10 * each, *shape), dtype=np.uint8), labels) for _ in range(2)]
-    return Dataset(name, *splits, 10, (0.5,) * shape[0], (0.25,) * shape[0])
 
 
 @pytest.fixture

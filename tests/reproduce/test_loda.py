@@ -10,7 +10,7 @@ from gradveil.defences import Defence
 from gradveil.errors import MissingDataError
 from gradveil.reproduce import papers
 from gradveil.reproduce.base import Lab, run_experiment
-from gradveil.reproduce.loda import _Scene, accuracy_under, loda_spec
+from gradveil.reproduce.hidden_images import Scene, _paired, accuracy_under, loda_spec
 from gradveil.types import Batch
 
 PAPER = papers()["loda"]
@@ -41,12 +41,23 @@ def test_accuracy_is_of_what_was_learned():
     patterns = torch.rand(10, 3, 8, 8, generator=rng)
     images = (patterns[labels] + 0.1 * torch.rand(200, 3, 8, 8, generator=rng)).clamp(0, 1)
     batch = Batch(images, labels, torch.zeros(200) > 0)
-    scene = _Scene(batch[:1], batch[:100], batch[100:], batch[:5])
+    scene = Scene(batch[:1], batch[:100], batch[100:], batch[:5])
     before = torch.get_rng_state()
     assert accuracy_under(Defence(), scene, "resnet20:width=4", 8, 0) > 0.7
     assert torch.equal(before, torch.get_rng_state())
     wrong = Batch(batch.images, labels.roll(1), batch.sensitive)
     assert accuracy_under(Defence(), scene._replace(learn=wrong[:100]), "resnet20:width=4", 8, 0) < 0.5
+
+
+def test_guesses_go_with_their_own_image_unless_they_were_mixed():
+    truth = torch.eye(4).view(4, 1, 2, 2)
+    turned = truth.roll(1, 0)
+    assert torch.equal(_paired(truth, turned, mixed=False), turned)
+    assert torch.equal(_paired(truth, turned, mixed=True), truth)
+    twice = _paired(truth, truth[[0, 0, 0, 1]], mixed=True)
+    assert len(torch.unique(twice, dim=0)) == 2  # assigned: no guess serves two images
+    assert twice.flatten(1).sum(0).tolist() == [3, 1, 0, 0]
+    assert torch.equal(_paired(truth, torch.cat([turned, turned + 0.1]), mixed=True), truth)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from gradveil.errors import RunFolderError
 from gradveil.report.files import save_figure
@@ -115,6 +116,20 @@ def to_markdown(document: Mapping[str, Any]) -> str:
     lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in document["rows"]]
     notes = "".join(f"\n- {note}" for note in document["notes"])
     return "\n".join([head, *lines]) + "\n" + (f"{notes}\n" if notes else "")
+
+
+def picture_lines(lines: Mapping[str, Tensor], most: int = 8) -> Figure:
+    """A line of pictures for each name, (N, C, H, W) in [0, 1], the first of them where there are many; NaN is grey."""
+    count = min(most, len(next(iter(lines.values()))))
+    figure = Figure(figsize=(2.4 + 0.9 * count, 0.95 * len(lines)), layout="constrained")
+    grid = figure.subplots(len(lines), count, squeeze=False)
+    for line, (name, images) in zip(grid, lines.items(), strict=True):
+        for axes, image in zip(line, images, strict=False):
+            picture = image.nan_to_num(0.5).clamp(0, 1).permute(1, 2, 0).squeeze(-1).numpy()
+            axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
+            axes.set(xticks=[], yticks=[])
+        line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+    return figure
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:

@@ -1,12 +1,11 @@
 """Attacks on single updates under DCS2 and its baselines."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from gradveil.attacks import Scene, build_attack
@@ -111,17 +110,3 @@ def scores(case: Case, guess: Tensor, root: Path | None) -> dict[str, float | No
         found[name] = rounded(statistics.fmean(values)) if values else None
         found[f"{name}_std"] = rounded(statistics.pstdev(values), 2) if values else None
     return found
-
-
-def pictures(truth: Tensor, guesses: Mapping[str, Tensor]) -> Figure:
-    """A line a target: the truth, and what came back under each title."""
-    columns = {"truth": truth, **guesses}
-    figure = Figure(figsize=(1.3 * len(columns), 1.4 * len(truth) + 0.3), layout="constrained")
-    grid = figure.subplots(len(truth), len(columns), squeeze=False)
-    for column, (title, images) in enumerate(columns.items()):
-        for row, picture in enumerate(images[:, 0]):
-            shown = picture.nan_to_num(0.5).clamp(0, 1).permute(1, 2, 0).squeeze(-1).numpy()
-            grid[row][column].imshow(shown, cmap="gray", vmin=0, vmax=1)
-            grid[row][column].set(xticks=[], yticks=[])
-        grid[0][column].set_title(title, fontsize=7)
-    return figure

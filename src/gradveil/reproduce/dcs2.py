@@ -15,8 +15,8 @@ from gradveil.attacks.matching import Matching
 from gradveil.data import load_dataset
 from gradveil.defences import build_defence
 from gradveil.progress import listening, tell
-from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
-from gradveil.reproduce.concealed_attacks import Case, attack_case, make_case, pictures, scores
+from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded
+from gradveil.reproduce.concealed_attacks import Case, attack_case, make_case, scores
 from gradveil.reproduce.concealed_training import (
     TASKS,
     Accuracy,
@@ -97,8 +97,8 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
         case = make_case(mine, task.model(lab), partition, task.sizes[lab.scale].targets, lab.seed)
         guesses = _attacked(lab, plan, case, telling)
         price = _price(lab, plan, mine, telling)
-        titles = {f"{name}, knows it" if knows else name: guess for (name, knows), guess in guesses.items()}
-        figures[f"pictures-{plan.task}"] = pictures(case.truth, titles)
+        lines = {f"{name}, knows it" if knows else name: guess[:, 0] for (name, knows), guess in guesses.items()}
+        figures[f"pictures-{plan.task}"] = picture_lines({"truth": case.truth[:, 0], **lines})
         rows += [_row(lab, plan, case, key, guess, price) for key, guess in guesses.items()]
         said.append(_said(lab, plan, mine))
     return Result(rows, [*said, *_notes(lab), *notes], figures)

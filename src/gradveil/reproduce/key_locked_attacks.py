@@ -21,7 +21,7 @@ from gradveil.models import create_model
 from gradveil.observe import observe
 from gradveil.progress import listening
 from gradveil.randomness import derive_seed, stream
-from gradveil.reproduce.base import Lab, Result, rounded
+from gradveil.reproduce.base import Lab, Result, picture_lines, rounded
 from gradveil.threat import ThreatModel
 from gradveil.types import Batch
 
@@ -168,7 +168,7 @@ def table_6(lab: Lab) -> Result:
                      "converged": f"{found.converged} of {targets}",
                      "paper_rmse_psnr_ssim": paper if "searched" not in case else None}
                 )  # fmt: skip
-        pictures[f"pictures-{dataset}"] = _strips(shown)
+        pictures[f"pictures-{dataset}"] = picture_lines(shown)
     return Result(rows, _notes(targets), pictures)
 
 
@@ -202,7 +202,7 @@ def table_7(lab: Lab) -> Result:
                 shown |= {"truth": found.truth, shared: found.guess}
                 figures = {key: rounded(value) for key, value in figures_of(found, lab.data_root).items()}
                 rows.append({"dataset": dataset, "attack": spec, "shared": shared, **figures, "paper": paper or None})
-            pictures[f"shared-{dataset}-{spec.partition(':')[0]}"] = _strips(shown)
+            pictures[f"shared-{dataset}-{spec.partition(':')[0]}"] = picture_lines(shown)
     notes = [
         *_notes(targets),
         "In the paper the server hands out the lock's first values (`lock=common`), so the key alone "
@@ -225,17 +225,3 @@ def _notes(targets: int) -> list[str]:
         "Attacks: the paper's DLG, GRNN and GGL, and GS beside. GGL searches principal components of test images "
         "with CMA-ES, where the paper has a trained GAN.",
     ]
-
-
-def _strips(shown: Mapping[str, Tensor]) -> Figure:
-    """A line of pictures for each name."""
-    count = min(8, len(next(iter(shown.values()))))
-    figure = Figure(figsize=(2.4 + 0.9 * count, 0.95 * len(shown)), layout="constrained")
-    grid = figure.subplots(len(shown), count, squeeze=False)
-    for line, (name, images) in zip(grid, shown.items(), strict=True):
-        for axes, image in zip(line, images, strict=False):
-            picture = image.nan_to_num(0.5).clamp(0, 1).permute(1, 2, 0).numpy()
-            axes.imshow(picture if picture.shape[2] == 3 else picture[..., 0], cmap="gray", vmin=0, vmax=1)
-            axes.set(xticks=[], yticks=[])
-        line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
-    return figure

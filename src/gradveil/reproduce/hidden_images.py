@@ -1,0 +1,237 @@
+"""What LODA's paper compares: images hidden from gradient inversion, decoded again, and learned from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradveil.attacks.base import Decoder
+from gradveil.attacks.gs import Gs
+from gradveil.attacks.stationarity import Stationarity
+from gradveil.attacks.unmix import Unmix
+from gradveil.attacks.untransform import Untransform
+from gradveil.client import LocalSettings, score, train_locally
+from gradveil.data import Dataset, Split
+from gradveil.defences import Client, Defence, build_defence
+from gradveil.defences.ats import Ats
+from gradveil.defences.loda import Loda
+from gradveil.defences.mixup import Mixup
+from gradveil.errors import MissingDataError
+from gradveil.flat import FlatModel
+from gradveil.metrics import align, score_targets
+from gradveil.models import Normalisation, create_model
+from gradveil.observe import observe
+from gradveil.randomness import stream
+from gradveil.reproduce.base import Lab, rounded
+from gradveil.threat import Observation, Reconstruction, ThreatModel
+from gradveil.types import Batch
+
+ATTACKED = "lenet-dlg"
+NOWHERE = Path("no data root")
+EXTRACTOR = "cifar10_resnet20.safetensors"
+MEAN, STD = "0.4914/0.4822/0.4465", "0.2023/0.1994/0.201"
+PUBLIC = 500
+"""Test images, the last, that stand for public data; accuracy is taken on the first."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything a scale takes."""
+
+    targets: int
+    rounds: int
+    iterations: int
+    obscuring: int
+    train: int
+    unmixing: int
+    learn: int
+    test: int
+    epochs: int
+    model: str
+
+
+def sizes_of(lab: Lab) -> Sizes:
+    """Those of the lab's scale."""
+    return lab.pick(
+        Sizes(6, 24, 5, 3, 10, 2, 40, 100, 1, "resnet20:width=4"),
+        Sizes(8, 400, 300, 500, 150, 12, 300, 2000, 20, "resnet20:width=8"),
+        Sizes(16, 800, 24_000, 500, 1000, 40, 50_000, 9500, 200, "resnet18"),
+    )
+
+
+class Scene(NamedTuple):
+    """The private images that are attacked, those that are learned from and tested on, and public ones."""
+
+    private: Batch
+    learn: Batch
+    test: Batch
+    public: Batch
+
+
+def make_scene(lab: Lab, dataset: Dataset) -> Scene:
+    """Draw private images and those to learn from, and split the test images."""
+    sizes = sizes_of(lab)
+    order = torch.randperm(len(dataset.train), generator=stream(lab.seed, "loda", "targets"))
+    private, learn = order[: sizes.targets], order[sizes.targets :][: sizes.learn]
+    count = len(dataset.test)
+    return Scene(
+        _batch(dataset.train, private.numpy()),
+        _batch(dataset.train, learn.numpy()),
+        _batch(dataset.test, np.arange(min(sizes.test, count - PUBLIC))),
+        _batch(dataset.test, np.arange(count - PUBLIC, count)),
+    )
+
+
+def _batch(split: Split, rows: np.ndarray) -> Batch:
+    images = torch.from_numpy(split.images[rows]).float() / 255
+    return Batch(images, torch.from_numpy(split.labels[rows]), torch.zeros(len(rows), dtype=torch.bool))
+
+
+def loda_spec(lab: Lab, layers: str, c: float) -> str:
+    """LODA with the given extractor, as a text; the weights lie in the folder ``weights`` of the data root."""
+    path = (lab.data_root or NOWHERE) / "weights" / EXTRACTOR
+    if not path.is_file():
+        raise MissingDataError(
+            f"{path} must hold a resnet20 trained on CIFAR-10, for LODA's features, got no such file. Put it there."
+        )
+    steps = sizes_of(lab).obscuring
+    return (
+        f"loda:extractor=resnet20,weights={path},classes=10,mean={MEAN},std={STD},layers={layers},c={c},steps={steps}"
+    )
+
+
+# --- what is attacked -------------------------------------------------------------------------------------------------
+
+
+def _guessed(lab: Lab, scene: Scene, defence: Defence, tv: float) -> tuple[Tensor, Reconstruction, Observation]:
+    """The private images, what gradient inversion finds of single encodings of them, and what was seen."""
+    sizes, mixes = sizes_of(lab), isinstance(defence, Mixup)
+    network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed).eval()
+    count = len(scene.private)
+    clients = [scene.private] if mixes else [scene.private[slice(i, i + 1)] for i in range(count)]
+    seen = observe(
+        network,
+        clients,
+        threat=ThreatModel.of("labels", "num-examples", "defence", "public-data"),
+        num_classes=10,
+        defence=defence,
+        how=LocalSettings(algorithm="fedsgd", batch_size=1, batch_norm="freeze"),
+        rounds=sizes.rounds if mixes else 1,
+        public_data=scene.public,
+        aux=scene.public,
+        seed=lab.seed,
+    )
+    attack = Gs(iterations=sizes.iterations, tv=tv, sign="none", schedule="cosine", lr=0.1)
+    return scene.private.images, attack.run(seen, stream(lab.seed, "loda", "gs")), seen
+
+
+def decoder_of(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder | None:
+    """What an attacker who knows the defence does with its guesses; None where there is nothing to do."""
+    sizes = sizes_of(lab)
+    if isinstance(defence, Mixup):
+        return Unmix(train=sizes.train, restarts=lab.pick(1, 2, 8), rounds=sizes.unmixing)
+    if isinstance(defence, Loda):
+        rehearsed = lab.pick(4, 24, 100) if way == "learned" else lab.pick(0, 0, 8)
+        return Stationarity(way=way, steps=lab.pick(5, 100, 100), search=rehearsed)
+    return Untransform() if isinstance(defence, Ats) else None
+
+
+def figures_under(
+    lab: Lab, scene: Scene, spec: str, tv: float, *, adaptive: bool
+) -> tuple[list[dict[str, Any]], Tensor]:
+    """The figures of each private image, and the guess for it."""
+    defence = build_defence(spec)
+    truth, found, seen = _guessed(lab, scene, defence, tv)
+    decoder = decoder_of(lab, defence) if adaptive else None
+    if decoder is not None:
+        found = decoder.decode(found, seen, stream(lab.seed, "loda", "decode"))
+    guesses = _paired(truth, found.images.flatten(0, 1), mixed=isinstance(defence, Mixup))
+    figures, _ = score_targets(truth[:, None], guesses[:, None], lab.data_root)
+    return [dict(each) for each in figures], guesses
+
+
+def _paired(truth: Tensor, guesses: Tensor, *, mixed: bool) -> Tensor:
+    """The guess for each private image.
+
+    One client has one image, unless they are ``mixed``: then they are assigned, or where there are more guesses than
+    images, as of mixtures that nobody decoded, each image has its nearest, which no attacker can choose.
+    """
+    if not mixed:
+        return guesses
+    if len(guesses) == len(truth):
+        return align(truth, guesses)
+    return guesses[torch.cdist(truth.flatten(1), guesses.nan_to_num(9.0).flatten(1)).argmin(1)]
+
+
+def summary(figures: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Means, and what is worst for the private images."""
+    lpips = [each["lpips"] for each in figures if each["lpips"] is not None]
+    psnr = [each["psnr"] for each in figures if each["psnr"] is not None]
+    return {
+        "lpips": rounded(sum(lpips) / len(lpips)) if lpips else None,
+        "lpips_min": rounded(min(lpips)) if lpips else None,
+        "psnr": rounded(sum(psnr) / len(psnr)) if psnr else None,
+        "psnr_max": rounded(max(psnr)) if psnr else None,
+    }
+
+
+# --- what is learned --------------------------------------------------------------------------------------------------
+
+
+def accuracy_under(defence: Defence, scene: Scene, model: str, epochs: int, seed: int) -> float:
+    """Test accuracy of a network that one client trains from scratch under a defence."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        network = create_model(model, _shape(scene.learn), 10, seed, Normalisation(_numbers(MEAN), _numbers(STD)))
+        net = FlatModel(network, lambda name: False)
+        received = net.values[net.shared].clone()
+        rng = stream(seed, "loda", "client")
+        client = Client(0, 1, net.module, net.shared_tensors(received), scene.learn, {}, {}, rng, scene.public)
+        client = replace(client, data=defence.on_data(scene.learn, client))
+        how = LocalSettings(epochs=epochs, batch_size=32, momentum=0.9, weight_decay=5e-4)
+        train_locally(net, received, client, defence, how, 0.02, stream(seed, "loda", "batches"))
+    images = len(scene.test)
+    parts = [score(net.module, scene.test[slice(start, start + 500)]) for start in range(0, images, 500)]
+    return sum(part.correct for part in parts) / images
+
+
+def learned(lab: Lab, scene: Scene, spec: str) -> float | None:
+    """Accuracy at the lab's scale; pruning is of every step's gradient there."""
+    sizes = sizes_of(lab)
+    trained = spec.replace("prune:", "prune:where=gradient,")
+    return rounded(accuracy_under(build_defence(trained), scene, sizes.model, sizes.epochs, lab.seed))
+
+
+def device(lab: Lab, scene: Scene) -> Client:
+    """A client with the private images and public ones at hand."""
+    network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed)
+    rng = stream(lab.seed, "loda", "obscure")
+    return Client(0, 1, network, {}, scene.private, {}, {}, rng, scene.public)
+
+
+def shown(lab: Lab, scene: Scene, defence: Defence, rounds: int) -> Observation:
+    """What an attacker has who is given the encodings of so many rounds."""
+    return observe(
+        create_model(ATTACKED, _shape(scene.private), 10, lab.seed).eval(),
+        [scene.private],
+        threat=ThreatModel.of("encodings", "labels", "num-examples", "defence", "public-data"),
+        num_classes=10,
+        defence=defence,
+        rounds=rounds,
+        public_data=scene.public,
+        aux=scene.public,
+        seed=lab.seed,
+    )
+
+
+def _shape(batch: Batch) -> tuple[int, int, int]:
+    channels, height, width = batch.images.shape[1:]
+    return channels, height, width
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split("/"))
