@@ -1,12 +1,16 @@
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
+from gradveil.config import TrainSettings
 from gradveil.errors import RunFolderError, UnknownNameError
 from gradveil.reproduce import papers, reproduce
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded, run_experiment, to_markdown
+from gradveil.reproduce.trainings import trained
 
 
 def paper_of(runs):
@@ -29,6 +33,61 @@ def test_an_experiment_leaves_its_table_pictures_and_document_and_is_not_run_twi
     assert runs == ["smoke"]
     with pytest.raises(RunFolderError, match=r"scale = 'small' \(was 'smoke'\)"):
         run_experiment(paper, "1", Lab(lab.out, "small"))
+
+
+def test_a_killed_experiment_goes_on_with_the_parts_that_are_missing(tmp_path):
+    done = []
+
+    def work(name):
+        done.append(name)
+        if name == "b" and done.count("b") == 1:
+            raise KeyboardInterrupt
+        return {"name": name, "pair": (1, None)}
+
+    def run(lab):
+        rows = [lab.once(name, lambda name=name: work(name)) for name in ("a", "b")]
+        guess = lab.tensors_once("guess", lambda: done.append("guess") or {"x": torch.arange(3.0)})["x"]
+        return Result([*rows, {"name": str(guess.tolist())}])
+
+    paper, lab = Paper("test", "none", {"1": Experiment("parts", run)}), Lab(tmp_path, "smoke")
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(paper, "1", lab)
+    rows = run_experiment(paper, "1", lab)["rows"]
+    assert done == ["a", "b", "b", "guess"]
+    assert rows == [{"name": "a", "pair": [1, None]}, {"name": "b", "pair": [1, None]}, {"name": "[0.0, 1.0, 2.0]"}]
+    (tmp_path / "results.json").unlink()
+    assert run_experiment(paper, "1", lab)["rows"] == rows
+    assert len(done) == 4
+
+
+@pytest.mark.parametrize("other", [{"scale": "small"}, {"seed": 1}, {"data_root": Path("elsewhere")}])
+def test_parts_of_other_scales_seeds_and_data_are_not_taken_for_this_ones(tmp_path, other):
+    assert Lab(tmp_path, "smoke").once("part", lambda: 1) == 1
+    assert Lab(tmp_path, "smoke").once("part", lambda: 2) == 1
+    assert Lab(tmp_path, **{"scale": "smoke", **other}).once("part", lambda: 3) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"{"])
+def test_a_part_that_is_not_whole_is_done_again(tmp_path, content):
+    lab = Lab(tmp_path, "smoke")
+    lab.once("part", lambda: 1)
+    lab.tensors_once("part", lambda: {"x": torch.zeros(1)})
+    for path in (tmp_path / "parts").iterdir():
+        path.write_bytes(content)
+    assert lab.once("part", lambda: 2) == 2
+    assert lab.tensors_once("part", lambda: {"x": torch.ones(1)})["x"] == 1
+
+
+def test_a_training_is_done_once_and_one_that_diverges_says_why(tmp_path):
+    told = []
+    settings = TrainSettings(dataset="mnist-5k", model="logistic", clients=10, sampled=1, rounds=2, eval_every=2)
+    first = trained(Lab(tmp_path), settings, told.append)
+    assert trained(Lab(tmp_path), settings, told.append) == first
+    assert told == [0.5, 1.0]
+    assert first.last("accuracy") > 0.5
+    lost = trained(Lab(tmp_path), replace(settings, model="mlp", lr=1e20), told.append)
+    assert lost.why
+    assert lost.last("accuracy") is None
 
 
 def test_the_table_in_markdown():

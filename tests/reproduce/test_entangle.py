@@ -10,7 +10,7 @@ import torch
 
 from gradveil.defences import Defence, build_defence
 from gradveil.errors import DivergedError
-from gradveil.reproduce import entangle, entangled_attacks, entangled_training, papers
+from gradveil.reproduce import entangle, entangled_attacks, entangled_training, papers, trainings
 from gradveil.reproduce.base import Lab, run_experiment
 from gradveil.reproduce.entangled_attacks import Trials, attack_case, make_case, membership_means, normalised_mse
 from gradveil.reproduce.entangled_training import DEFENCES, Curve, images, measure_rounds, train_curve, training
@@ -124,7 +124,7 @@ class Played:
 
 
 def test_a_curve_ends_where_the_training_diverges(tmp_path, monkeypatch):
-    monkeypatch.setattr(entangled_training, "Simulation", Played)
+    monkeypatch.setattr(trainings, "Simulation", Played)
     lab, heard = Lab(tmp_path, "smoke"), []
     curve = train_curve(training(lab, "mnist"), invented(), lab, heard.append)
     assert curve == Curve((0.5,), "The model must stay finite.")

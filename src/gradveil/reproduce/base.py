@@ -1,5 +1,6 @@
 """A paper's experiments, run again: what they are made of, and the folder that their results go to."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,10 @@ from typing import Any, TypeVar
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from gradveil.errors import RunFolderError
+from gradveil.errors import DataError, RunFolderError
 from gradveil.report.files import save_figure
-from gradveil.storage import write_atomic
+from gradveil.storage import load_tensors, save_tensors, write_atomic
+from gradveil.types import Tensors
 
 SCALES = ("smoke", "small", "full")
 """smoke takes under a minute, small minutes to an hour on two cores, full is the paper's own."""
@@ -23,6 +25,9 @@ V = TypeVar("V")
 @dataclass(frozen=True)
 class Lab:
     """Where and how large an experiment is run.
+
+    An experiment is made of parts, as a training or an attack. Each is finished once: its result is kept in the folder
+    ``parts``, so that an experiment that was killed goes on with what is missing.
 
     Attributes:
         out: the experiment's own folder.
@@ -43,6 +48,37 @@ class Lab:
     def pick(self, smoke: V, small: V, full: V) -> V:
         """The value for this scale."""
         return {"smoke": smoke, "small": small, "full": full}[self.scale]
+
+    def once(self, part: object, work: Callable[[], V]) -> V:
+        """What ``work`` gives, or gave before for the same part.
+
+        Args:
+            part: all that the result depends on beside the lab; its `repr` tells parts apart.
+            work: gives what JSON holds: numbers, texts, lists, and dicts with texts as keys.
+        """
+        path = self._part(part).with_suffix(".json")
+        try:
+            saved = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            content = json.dumps({"part": repr(part), "result": work()})
+            write_atomic(path, content.encode())
+            saved = json.loads(content)
+        result: V = saved["result"]
+        return result
+
+    def tensors_once(self, part: object, work: Callable[[], Tensors]) -> Tensors:
+        """As `once`, for tensors by name."""
+        path = self._part(part).with_suffix(".safetensors")
+        try:
+            return load_tensors(path)
+        except DataError:
+            save_tensors(path, work(), {"part": repr(part)})
+            return load_tensors(path)
+
+    def _part(self, part: object) -> Path:
+        """The file of a part, without its ending; other scales, seeds and data have other files."""
+        facts = repr((self.scale, self.seed, str(self.data_root), part))
+        return self.out / "parts" / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

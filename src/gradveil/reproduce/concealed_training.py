@@ -12,9 +12,9 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.defences import build_defence
 from gradveil.defences.dcs2 import Dcs2
-from gradveil.engines.simulation import Simulation
 from gradveil.randomness import derive_seed
 from gradveil.reproduce.base import Lab
+from gradveil.reproduce.trainings import trained
 
 CLIENTS, DEFENDED = 10, 5
 """Ten clients, and the one among them that defends in the authors' code."""
@@ -207,16 +207,14 @@ def with_steps(defence: str, steps: int) -> str:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """After the last round, on the test images and on the sensitive ones."""
+    """After the last round, on the test images and on the sensitive ones; None where the training diverged."""
 
-    test: float
-    sensitive: float
+    test: float | None
+    sensitive: float | None
 
 
 def train(lab: Lab, settings: TrainSettings, images: Images, progress: Callable[[float], None]) -> Accuracy:
     """Train, and evaluate after the last round."""
     aux = images.aux if build_defence(settings.defence).uses_aux else None
-    with Simulation(settings, dataset=images.data, aux=aux, workers=lab.workers) as simulation:
-        for row in simulation.run():
-            progress(int(str(row["round"])) / settings.rounds)
-    return Accuracy(float(str(row["accuracy"])), float(str(row["accuracy_sensitive"])))
+    found = trained(lab, settings, progress, dataset=images.data, aux=aux)
+    return Accuracy(found.last("accuracy"), found.last("accuracy_sensitive"))

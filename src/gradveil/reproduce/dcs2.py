@@ -30,6 +30,7 @@ from gradveil.reproduce.concealed_training import (
     training,
     with_steps,
 )
+from gradveil.types import Tensors
 
 GS = "gs:sign=none,boxed=false,iterations={}"
 """As in the authors' code: no signed steps, no box, TV 1e-4, labels known, and no word of the defence."""
@@ -119,9 +120,14 @@ def _attacked(lab: Lab, plan: Plan, case: Case, telling: Telling) -> dict[tuple[
         with telling(f"{task.title}, attack on {name}{', which it knows' if knows else ''}"):
             defence = with_steps(plan.defences[name], size.steps)
             attack = plan.attack.format(size.iterations)
-            found[name, knows] = attack_case(case, defence, attack, adaptive=knows, seed=lab.seed)
+            work = partial(_guess, case, defence, attack, adaptive=knows, seed=lab.seed)
+            found[name, knows] = lab.tensors_once((plan.task, plan.by_class, defence, attack, knows), work)["guess"]
             tell(1.0)
     return found
+
+
+def _guess(case: Case, defence: str, attack: str, *, adaptive: bool, seed: int) -> Tensors:
+    return {"guess": attack_case(case, defence, attack, adaptive=adaptive, seed=seed)}
 
 
 def _trainings(lab: Lab, plan: Plan) -> list[tuple[str, bool]]:

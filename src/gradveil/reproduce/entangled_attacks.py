@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from gradveil.attacks import MembershipAttack, build_attack
+from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.defences import Defence, build_defence
 from gradveil.membership import infer_membership
@@ -28,7 +30,7 @@ from gradveil.registry import build
 from gradveil.reproduce.base import Lab, Result, rounded
 from gradveil.reproduce.entangled_training import DEFENCES, PARTITION_NOTE, STAND_INS, images, training, training_note
 from gradveil.threat import ThreatModel
-from gradveil.types import Batch
+from gradveil.types import Batch, Tensors
 
 # --- Figure 6: reconstruction by GS -----------------------------------------------------------------------------------
 
@@ -89,8 +91,9 @@ def figure_6(lab: Lab) -> Result:
     for number, cell in enumerate(cells):
         task, model, name, adaptive = cell
         with _told(lab, f"{task}, {model}, {name}{', adaptive' if adaptive else ''}"), part(number, len(cells)):
-            attack = GS[task].format(iterations)
-            found[cell] = attack_case(cases[task, model], build_defence(DEFENCES[name]), attack, adaptive, lab.seed)
+            case, attack = cases[task, model], GS[task].format(iterations)
+            work = partial(_guesses, case, build_defence(DEFENCES[name]), attack, adaptive, lab.seed)
+            found[cell] = Trials(**lab.tensors_once((cell, attack, targets), work))
             tell(1.0)
     rows = [
         {"dataset": sets[task].name, "model": model, "defence": DEFENCES[name],
@@ -104,6 +107,10 @@ def figure_6(lab: Lab) -> Result:
         for (task, model), case in cases.items()
     }
     return Result(rows, _notes_6(lab, targets, iterations), figures)
+
+
+def _guesses(case: Case, defence: Defence, attack: str, adaptive: bool, seed: int) -> Tensors:
+    return vars(attack_case(case, defence, attack, adaptive, seed))
 
 
 def _told(lab: Lab, doing: str) -> AbstractContextManager[None]:
@@ -248,9 +255,8 @@ def figure_5b(lab: Lab) -> Result:
     curves: dict[str, list[tuple[int, float]]] = {}
     for number, (name, defence) in enumerate(DEFENCES.items()):
         with _told(lab, f"membership under {name}"), part(number, len(DEFENCES)):
-            every = list(
-                infer_membership(training(lab, "mnist", defence), attack, dataset=data, data_root=lab.data_root)
-            )
+            settings = training(lab, "mnist", defence)
+            every = lab.once((settings, attack), partial(_memberships, settings, attack, data, lab))
             tell(1.0)
         found = [figures for figures in every if figures["auc"] is not None]
         curves[name] = [(figures["round"], figures["auc"]) for figures in found]
@@ -267,6 +273,10 @@ def figure_5b(lab: Lab) -> Result:
         STAND_INS,
     ]
     return Result(rows, notes, {"membership": _areas(curves)})
+
+
+def _memberships(settings: TrainSettings, attack: MembershipAttack, data: Dataset, lab: Lab) -> list[dict[str, Any]]:
+    return list(infer_membership(settings, attack, dataset=data, data_root=lab.data_root))
 
 
 def membership_means(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

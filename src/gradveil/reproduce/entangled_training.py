@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.engines.simulation import Simulation
-from gradveil.errors import DivergedError
 from gradveil.reproduce.base import Lab, Result, rounded
+from gradveil.reproduce.trainings import trained
 
 DIRICHLET, EXTREME = "dirichlet:alpha=0.5", "label-parts"
 DEFENCES = {
@@ -102,15 +102,8 @@ class Curve:
 
 def train_curve(settings: TrainSettings, data: Dataset, lab: Lab, progress: Callable[[float], None]) -> Curve:
     """Train, and keep the accuracy of each round; a training that diverges ends there."""
-    found: list[float] = []
-    try:
-        with Simulation(settings, dataset=data, data_root=lab.data_root, workers=lab.workers) as simulation:
-            for row in simulation.run():
-                found.append(float(str(row["accuracy"])))
-                progress(len(found) / settings.rounds)
-    except DivergedError as error:
-        return Curve(tuple(found), str(error))
-    return Curve(tuple(found))
+    found = trained(lab, settings, progress, dataset=data)
+    return Curve(tuple(float(row["accuracy"]) for row in found.rows), found.why)
 
 
 def _points(ours: float | None, other: float | None) -> float | None:

@@ -24,6 +24,7 @@ from gradveil.randomness import stream
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
 from gradveil.reproduce.entangled_training import overhead
 from gradveil.reproduce.key_locked_attacks import table_6, table_7
+from gradveil.reproduce.trainings import trained
 from gradveil.storage import PrivateFolder
 from gradveil.types import Tensors
 
@@ -115,12 +116,8 @@ def train_curve(
     task: Task, data: Dataset, defence: str, clients: int, lab: Lab, tell: Callable[[float], None]
 ) -> Curve:
     """Accuracy and loss after each round; under the defence the mean of the clients' models, each with its own key."""
-    found = []
-    with Simulation(training(task, defence, clients, lab.seed), dataset=data, workers=lab.workers) as simulation:
-        for row in simulation.run():
-            found.append((float(str(row["accuracy"])), float(str(row["loss"]))))
-            tell(len(found) / task.rounds)
-    return found
+    rows = trained(lab, training(task, defence, clients, lab.seed), tell, dataset=data).rows
+    return [(float(row["accuracy"]), float(row["loss"])) for row in rows]
 
 
 def _trained(lab: Lab, modes: Mapping[str, int]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Curve]], list[str]]:
@@ -194,18 +191,28 @@ def table_3(lab: Lab) -> Result:
     for number, task in enumerate(chosen):
         data = images_of(task, lab)
         notes.append(_note(task, data))
-        with TemporaryDirectory(prefix="gradveil-keys-") as folder:
-            settings = replace(training(task, DEFENCE, CLIENTS, lab.seed), eval_every=task.rounds)
-            with Simulation(settings, dataset=data, workers=0, clients_folder=Path(folder)) as simulation:
-                for row in simulation.run():
-                    lab.progress((number + int(str(row["round"])) / task.rounds) / len(chosen), task.paper)
-                rows += _with_keys(simulation, task, Path(folder), lab.seed)
+
+        def work(task: Task = task, data: Dataset = data, number: int = number) -> list[dict[str, Any]]:
+            return _keys_tried(lab, task, data, lambda share: lab.progress((number + share) / len(chosen), task.paper))
+
+        rows += lab.once(task, work)
     notes.append(
         "Accuracy in percent of the global model. `own key, own lock` is the paper's `Client`; `another's key` keeps "
         "the client's own lock (mean over the other clients); `random key, own lock` likewise; `random` has both at "
         "random, as in the paper (mean of 5). The gap is to `random`."
     )
     return Result(rows, notes)
+
+
+def _keys_tried(lab: Lab, task: Task, data: Dataset, tell: Callable[[float], None]) -> list[dict[str, Any]]:
+    settings = replace(training(task, DEFENCE, CLIENTS, lab.seed), eval_every=task.rounds)
+    with (
+        TemporaryDirectory(prefix="gradveil-keys-") as folder,
+        Simulation(settings, dataset=data, workers=0, clients_folder=Path(folder)) as simulation,
+    ):
+        for row in simulation.run():
+            tell(int(str(row["round"])) / task.rounds)
+        return _with_keys(simulation, task, Path(folder), lab.seed)
 
 
 def _with_keys(simulation: Simulation, task: Task, folder: Path, seed: int) -> list[dict[str, Any]]:

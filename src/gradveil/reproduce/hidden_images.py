@@ -28,7 +28,7 @@ from gradveil.observe import observe
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Lab, rounded
 from gradveil.threat import Observation, Reconstruction, ThreatModel
-from gradveil.types import Batch
+from gradveil.types import Batch, Tensors
 
 ATTACKED = "lenet-dlg"
 NOWHERE = Path("no data root")
@@ -107,8 +107,8 @@ def loda_spec(lab: Lab, layers: str, c: float) -> str:
 # --- what is attacked -------------------------------------------------------------------------------------------------
 
 
-def _guessed(lab: Lab, scene: Scene, defence: Defence, tv: float) -> tuple[Tensor, Reconstruction, Observation]:
-    """The private images, what gradient inversion finds of single encodings of them, and what was seen."""
+def _guessed(lab: Lab, scene: Scene, defence: Defence, tv: float) -> tuple[Reconstruction, Observation]:
+    """What gradient inversion finds of single encodings of the private images, and what was seen."""
     sizes, mixes = sizes_of(lab), isinstance(defence, Mixup)
     network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed).eval()
     count = len(scene.private)
@@ -126,7 +126,7 @@ def _guessed(lab: Lab, scene: Scene, defence: Defence, tv: float) -> tuple[Tenso
         seed=lab.seed,
     )
     attack = Gs(iterations=sizes.iterations, tv=tv, sign="none", schedule="cosine", lr=0.1)
-    return scene.private.images, attack.run(seen, stream(lab.seed, "loda", "gs")), seen
+    return attack.run(seen, stream(lab.seed, "loda", "gs")), seen
 
 
 def decoder_of(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder | None:
@@ -144,12 +144,16 @@ def figures_under(
     lab: Lab, scene: Scene, spec: str, tv: float, *, adaptive: bool
 ) -> tuple[list[dict[str, Any]], Tensor]:
     """The figures of each private image, and the guess for it."""
-    defence = build_defence(spec)
-    truth, found, seen = _guessed(lab, scene, defence, tv)
-    decoder = decoder_of(lab, defence) if adaptive else None
-    if decoder is not None:
-        found = decoder.decode(found, seen, stream(lab.seed, "loda", "decode"))
-    guesses = _paired(truth, found.images.flatten(0, 1), mixed=isinstance(defence, Mixup))
+    defence, truth = build_defence(spec), scene.private.images
+
+    def work() -> Tensors:
+        found, seen = _guessed(lab, scene, defence, tv)
+        decoder = decoder_of(lab, defence) if adaptive else None
+        if decoder is not None:
+            found = decoder.decode(found, seen, stream(lab.seed, "loda", "decode"))
+        return {"guesses": _paired(truth, found.images.flatten(0, 1), mixed=isinstance(defence, Mixup))}
+
+    guesses = lab.tensors_once(("attack", spec, tv, adaptive), work)["guesses"]
     figures, _ = score_targets(truth[:, None], guesses[:, None], lab.data_root)
     return [dict(each) for each in figures], guesses
 
@@ -203,7 +207,11 @@ def learned(lab: Lab, scene: Scene, spec: str) -> float | None:
     """Accuracy at the lab's scale; pruning is of every step's gradient there."""
     sizes = sizes_of(lab)
     trained = spec.replace("prune:", "prune:where=gradient,")
-    return rounded(accuracy_under(build_defence(trained), scene, sizes.model, sizes.epochs, lab.seed))
+
+    def work() -> float | None:
+        return rounded(accuracy_under(build_defence(trained), scene, sizes.model, sizes.epochs, lab.seed))
+
+    return lab.once(("accuracy", trained), work)
 
 
 def device(lab: Lab, scene: Scene) -> Client:

@@ -1,6 +1,8 @@
 """LODA (Wan et al. 2022): obscured images against pruning, Mixup and InstaHide, and the attacks that decode them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gradveil.attacks.encodings import Encodings
@@ -13,6 +15,7 @@ from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_line
 from gradveil.reproduce.hidden_images import (
     ATTACKED,
     NOWHERE,
+    Scene,
     accuracy_under,
     decoder_of,
     device,
@@ -24,6 +27,7 @@ from gradveil.reproduce.hidden_images import (
     sizes_of,
     summary,
 )
+from gradveil.types import Tensors
 
 RIVALS = {
     "no defence": "none", "GradPruning p=0.9": "prune:fraction=0.9", "GradPruning p=0.99": "prune:fraction=0.99",
@@ -88,7 +92,8 @@ def _notes(lab: Lab, *, adaptive: bool) -> list[str]:
         f"Accuracy: {sizes.model}, {sizes.epochs} epochs on {sizes.learn:,} images (the paper: ResNet18 on all).",
         "LODA's extractor is a resnet20 trained on CIFAR-10 itself (the paper: a ResNet18 trained on CIFAR-100, for "
         "SVHN on its extra images); its starts are test images that nothing is measured on (the paper: CIFAR-100).",
-        "A guess is compared with the private image; of Mixup and InstaHide each image with its nearest guess.",
+        "A guess is compared with its private image; decoded images of Mixup and InstaHide are assigned, and of "
+        "mixtures that were not decoded each image has its nearest, which no attacker can choose.",
     ]
     if adaptive:
         notes.append(
@@ -131,18 +136,20 @@ def _weights(lab: Lab, name: str, paper: Mapping[int, tuple[float, float]]) -> R
     for done, c in enumerate(more):
         lab.progress(done / len(more), f"c = {c}")
         spec = loda_spec(lab, VARIANTS[name][0], c)
-        defence = build_defence(spec)
-        obscured = defence.on_data(scene.private, device(lab, scene)).images
-        figures, _ = score_targets(scene.private.images[:, None], obscured[:, None], lab.data_root)
+        figures = summary(lab.once(("obscured", spec), partial(_obscured, lab, scene, spec)))
         accuracy, psnr = paper.get(c, (None, None))
-        rows.append(
-            {"c": c, "accuracy": learned(lab, scene, spec), "paper_accuracy": accuracy}
-            | summary(figures)
-            | {"paper_psnr": psnr}
-        )
+        own = {"c": c, "accuracy": learned(lab, scene, spec), "paper_accuracy": accuracy}
+        rows.append(own | figures | {"paper_psnr": psnr})
     lab.progress(1.0, "done")
     notes = ["Privacy is that of the obscured images themselves: what a perfect gradient inversion would see."]
     return Result(rows, [*notes, *_notes(lab, adaptive=False)[1:3]])
+
+
+def _obscured(lab: Lab, scene: Scene, spec: str) -> list[dict[str, Any]]:
+    """The figures of the obscured images themselves."""
+    obscured = build_defence(spec).on_data(scene.private, device(lab, scene)).images
+    figures, _ = score_targets(scene.private.images[:, None], obscured[:, None], lab.data_root)
+    return [dict(each) for each in figures]
 
 
 def table_5(lab: Lab) -> Result:
@@ -166,14 +173,22 @@ def table_7(lab: Lab) -> Result:
     rows = []
     for done, (name, paper) in enumerate(TABLE_7.items()):
         lab.progress(done / len(TABLE_7), name)
-        learn = scene.learn
-        if name in VARIANTS:  # obscured once, for all networks
-            learn = build_defence(loda_spec(lab, *VARIANTS[name])).on_data(learn, device(lab, scene))
+
+        def learn(name: str = name) -> Tensors:  # obscured once, for all networks
+            data = scene.learn
+            if name in VARIANTS:
+                data = build_defence(loda_spec(lab, *VARIANTS[name])).on_data(data, device(lab, scene))
+            return {"images": data.images}
+
+        images = lab.tensors_once(("learned from", name), learn)["images"]
+        obscured = scene._replace(learn=replace(scene.learn, images=images))
         found = {
-            model: rounded(accuracy_under(Defence(), scene._replace(learn=learn), model, epochs, lab.seed))
+            model: lab.once(
+                (name, model, epochs), partial(accuracy_under, Defence(), obscured, model, epochs, lab.seed)
+            )
             for model in models
         }
-        rows.append({"data": name, **found, "paper": paper})
+        rows.append({"data": name, **{model: rounded(value) for model, value in found.items()}, "paper": paper})
     lab.progress(1.0, "done")
     order = "The paper's are ResNet18, ResNet34, VGG16 and DenseNet121."
     return Result(rows, [order, *_notes(lab, adaptive=False)[1:3]])
@@ -188,17 +203,7 @@ def from_encodings(lab: Lab) -> Result:
     rows = []
     for done, (name, spec) in enumerate(specs.items()):
         lab.progress(done / len(specs), name)
-        defence = build_defence(spec)
-        rounds = sizes.rounds // sizes.targets if isinstance(defence, Mixup) else 1
-        truth, seen = scene.private.images, shown(lab, scene, defence, rounds)
-        found = Encodings().run(seen, stream(lab.seed, "loda"))
-        decoder = decoder_of(lab, defence, way="learned")
-        decoded = found if decoder is None else decoder.decode(found, seen, stream(lab.seed, "loda", "decode"))
-        row: dict[str, Any] = {"defence": name, "encodings": rounds * sizes.targets}
-        for kind, images in (("encoded", found.images[0]), ("decoded", decoded.images[0])):
-            figures, _ = score_targets(truth[:, None], align(truth, images)[:, None], lab.data_root)
-            row |= {f"{kind}_{key}": value for key, value in summary(figures).items()}
-        rows.append(row)
+        rows.append({"defence": name} | lab.once(spec, partial(_decoded, lab, scene, spec)))
     lab.progress(1.0, "done")
     notes = [
         "The attacker was given the encodings, as Carlini et al. were, and knew the defence and public test images, "
@@ -206,6 +211,21 @@ def from_encodings(lab: Lab) -> Result:
         f"{sizes.targets} private CIFAR-10 images, mixed among themselves; a grey image has some 12 dB.",
     ]
     return Result(rows, notes)
+
+
+def _decoded(lab: Lab, scene: Scene, spec: str) -> dict[str, Any]:
+    """The figures of the encodings of one defence, and of what is decoded from them."""
+    defence, sizes = build_defence(spec), sizes_of(lab)
+    rounds = sizes.rounds // sizes.targets if isinstance(defence, Mixup) else 1
+    truth, seen = scene.private.images, shown(lab, scene, defence, rounds)
+    found = Encodings().run(seen, stream(lab.seed, "loda"))
+    decoder = decoder_of(lab, defence, way="learned")
+    decoded = found if decoder is None else decoder.decode(found, seen, stream(lab.seed, "loda", "decode"))
+    row: dict[str, Any] = {"encodings": rounds * sizes.targets}
+    for kind, images in (("encoded", found.images[0]), ("decoded", decoded.images[0])):
+        figures, _ = score_targets(truth[:, None], align(truth, images)[:, None], lab.data_root)
+        row |= {f"{kind}_{key}": value for key, value in summary(figures).items()}
+    return row
 
 
 def figure_2(lab: Lab) -> Result:

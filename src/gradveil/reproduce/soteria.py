@@ -1,6 +1,7 @@
 """Soteria (Sun et al. 2021): representation leakage, the trade-off of defences, and convergence."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -13,7 +14,9 @@ from gradveil.report.summary import summarise
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
 from gradveil.reproduce.convergence import Convergence, converge
 from gradveil.reproduce.representations import measure_representations
+from gradveil.reproduce.trainings import trained
 
+Tell = Callable[[float], None]
 GS_SHORT = "gs:iterations=120,sign=none,schedule=constant"
 GS_LONG = "gs:iterations={},sign=none,schedule=cosine,lr=0.3,tv=1e-6"
 
@@ -45,18 +48,17 @@ def table_1(lab: Lab) -> Result:
         def progress(share: float, done: int = done, title: str = title) -> None:
             lab.progress((done + share) / len(TABLE_1), title)
 
-        found = measure_representations(settings, data, progress)
-        rows.append(
-            {
-                "training": title,
-                "paper_fc1_fc2_fc3": paper,
+        def correlations(settings: TrainSettings = settings, tell: Tell = progress) -> dict[str, str]:
+            found = measure_representations(settings, data, tell)
+            return {
                 "errors": found.mean(found.own, "errors"),
                 "errors_other_class": found.mean(found.other, "errors"),
                 "elements": found.mean(found.own, "elements"),
                 "elements_other_class": found.mean(found.other, "elements"),
                 "classes_exact": f"{sum(found.exact) / len(found.exact):.0%}",
             }
-        )
+
+        rows.append({"training": title, "paper_fc1_fc2_fc3": paper} | lab.once(settings, correlations))
     notes = [
         f"CIFAR-10, 100 devices, 10 a round, SGD 0.01, the first {rounds} rounds (the paper: 200). Its network is in "
         "an appendix that the published version lacks; lenet5 has as many fully connected layers.",
@@ -182,24 +184,25 @@ def _audited(
     return summarise(result.rows)
 
 
-def _accuracies(lab: Lab, dataset: str, defences: Iterable[str]) -> dict[str, float]:
+def _accuracies(lab: Lab, dataset: str, defences: Iterable[str]) -> dict[str, float | None]:
     """Test accuracy after FedAvg under each defence: 100 devices of 2 classes, 10 a round, as in section 6.1."""
     rounds = lab.pick(1, 60, 200 if dataset == "mnist" else 1000)
     per_class = lab.pick(5, 20, 100)
     found = {}
     for defence in dict.fromkeys(defences):
         soteria = defence.startswith("soteria:")
-        trained = f"{defence},probes={PROBES}" if soteria and lab.scale != "full" else defence
+        ranked = f"{defence},probes={PROBES}" if soteria and lab.scale != "full" else defence
         settings = TrainSettings(
-            dataset=dataset, model="lenet5", defence=trained, clients=100, sampled=10, rounds=rounds, lr=0.01,
+            dataset=dataset, model="lenet5", defence=ranked, clients=100, sampled=10, rounds=rounds, lr=0.01,
             partition=f"by-class:classes=2,per_class={per_class}", eval_every=rounds, seed=lab.seed,
         )  # fmt: skip
-        with Simulation(settings, data_root=lab.data_root, workers=lab.workers) as simulation:
-            for row in simulation.run():
-                lab.progress(int(str(row["round"])) / rounds, f"training under {defence}")
-                if row["accuracy"] is not None:
-                    found[defence] = float(str(row["accuracy"]))
+        doing = f"training under {defence}"
+        found[defence] = trained(lab, settings, partial(_tell, lab, doing)).last("accuracy")
     return found
+
+
+def _tell(lab: Lab, doing: str, share: float) -> None:
+    lab.progress(share, doing)
 
 
 PROBES = 32
@@ -232,7 +235,7 @@ def _tradeoff(rows: Sequence[dict[str, Any]], title: str) -> Figure:
                     for r in rows
                     if r["attack"] == attack and r["defence"].split(":")[0] == family and r["adaptive"] is adaptive
                 ]
-                points = [(r["mse"], 100 * r["accuracy"]) for r in own if r["mse"] is not None]
+                points = [(r["mse"], 100 * r["accuracy"]) for r in own if None not in (r["mse"], r["accuracy"])]
                 if points:
                     label = family if not adaptive else None
                     face = f"C{index}" if adaptive else "white"
@@ -292,8 +295,12 @@ def _converge(lab: Lab, epochs: int, sampled: int, rounds: int, mu: float, defen
         momentum=0.0, weight_decay=mu, partition=f"by-class:classes=2,per_class={per_class}", normalise="none",
         seed=lab.seed,
     )  # fmt: skip
-    with Simulation(settings, data_root=lab.data_root, workers=0) as simulation:
-        return converge(simulation, perturbation=0 if defence == "none" else PERTURBATION)
+
+    def work() -> Convergence:
+        with Simulation(settings, data_root=lab.data_root, workers=0) as simulation:
+            return converge(simulation, perturbation=0 if defence == "none" else PERTURBATION)
+
+    return Convergence(*lab.once(settings, work))
 
 
 PAPER = Paper(
