@@ -10,7 +10,7 @@ ORDER = [
     "errors", "validate", "randomness", "types", "transforms", "progress", "registry", "config", "storage", "data",
     "metrics", "models", "generators", "convolution", "layers", "grads", "leak", "accounting", "flat", "defences",
     "client", "server", "threat", "received", "observe", "attacks", "tripwire", "engines", "membership", "report",
-    "run_folder", "train", "audit", "reproduce", "update_spec", "attack_files", "cli",
+    "run_folder", "train", "audit", "score", "reproduce", "update_spec", "attack_files", "cli",
 ]  # fmt: skip
 SOURCE = Path(gradveil.__file__).parent
 

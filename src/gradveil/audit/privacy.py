@@ -46,7 +46,7 @@ def attack_cell(
     private = private_batches(settings, dataset)[cell.first : cell.last]
     defence, attack = build_defence(cell.defence), _keeping(build_attack(cell.attack))
     started = time.perf_counter()
-    seen = _observed(cell, settings, dataset, private, defence, attack, root)
+    seen = observed(cell, settings, dataset, private, defence, attack, root)
     result = attack(seen, stream(cell.seed, "attack", cell.first))
     share = (time.perf_counter() - started) / len(private)
     entries = sum(tensor[0].numel() for tensor in seen.updates.values())
@@ -86,23 +86,26 @@ def _keeping(attack: Attack) -> Attack:
     return attack
 
 
-def _observed(
+def observed(
     cell: Cell,
     settings: AuditSettings,
     dataset: Dataset,
     private: list[Batch],
     defence: Defence,
-    attack: Attack,
+    attack: Attack | None,
     root: Path | None,
 ) -> Observation:
-    """What a server sees of these clients: each sends one update from the network that all received."""
+    """What a server sees of these clients: each sends one update from the network that all received.
+
+    ``attack`` may alter that network.
+    """
     device = usable_device(settings.device)
     aux = _auxiliary(settings, dataset, root, defence).to(device) if defence.uses_aux else None
     training = settings.training(cell.defence, cell.seed)
     normalisation = chosen_normalisation(settings.normalise, dataset)
     network: nn.Module = make_network(training, dataset.shape, dataset.num_classes, normalisation).to(device)
-    alters = Knowledge.ALTERS_MODEL in attack.needs
-    knows = [name for name in settings.knows if alters or name != Knowledge.ALTERS_MODEL]
+    altering = attack if attack is not None and Knowledge.ALTERS_MODEL in attack.needs else None
+    knows = [name for name in settings.knows if altering or name != Knowledge.ALTERS_MODEL]
     public = _public(dataset, device)
     scene = Scene(dataset.shape, dataset.num_classes, public if Knowledge.PUBLIC_DATA in knows else None)
     return observe(
@@ -116,7 +119,7 @@ def _observed(
         rounds=settings.looks,
         public_data=public,
         class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
-        alter=(lambda net: attack.alter(net, scene, stream(cell.seed, "alter"))) if alters else None,
+        alter=(lambda net: altering.alter(net, scene, stream(cell.seed, "alter"))) if altering else None,
         early=_guards(settings, defence, aux),
         aux=aux,
         seed=cell.seed,

@@ -13,6 +13,7 @@ from gradveil.cli.attack import attack_command
 from gradveil.cli.generator import train_generator_command
 from gradveil.cli.lists import data_app, describe, list_components
 from gradveil.cli.runs import audit_command, report_command, reproduce_command, train_command, with_options
+from gradveil.cli.score import score_command
 from gradveil.config import TrainSettings
 from gradveil.errors import ConfigError, GradveilError, TrainingError, UnknownNameError
 from gradveil.generators.training import GeneratorSettings
@@ -29,6 +30,7 @@ app.command("train")(with_options(train_command, TrainSettings))
 app.command("attack")(attack_command)
 app.command("audit")(with_options(audit_command, AuditSettings))
 app.command("train-generator")(with_options(train_generator_command, GeneratorSettings, "File of the weights."))
+app.command("score")(score_command)
 app.command("report")(report_command)
 app.command("reproduce")(reproduce_command)
 app.add_typer(data_app, name="data")
@@ -47,9 +49,9 @@ def main() -> None:
         _fail(error, 2)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            saved = "Nothing was saved" if sys.argv[1:2] == ["attack"] else "What was finished is saved"
-            again = "" if sys.argv[1:2] == ["attack"] else ": run again with --resume"
-            typer.echo(f"Stopped. {saved}{again}.", err=True)
+            again = {"attack": "", "score": "", "reproduce": "run it again"}.get(sys.argv[1], "run again with --resume")
+            saved = f"What was finished is saved: {again}" if again else "Nothing was saved"
+            typer.echo(f"Stopped. {saved}.", err=True)
         raise
 
 
