@@ -109,10 +109,9 @@ def test_what_has_no_such_figure_says_so(small, defence):
     assert "audit" in row["why"]
 
 
-def test_a_defence_that_fails_says_why(small):
-    row = scored(small, defences="soteria:count=10000")["soteria:count=10000"]
-    assert row["psnr_cap"] is None
-    assert "count=10000" in row["why"]
+def test_a_defence_that_does_not_fit_is_refused(small):
+    with pytest.raises(ConfigError, match="count=10000"):
+        score(settings(small, defences="soteria:count=10000"))
 
 
 def test_scores_repeat_and_are_summed_up(small):

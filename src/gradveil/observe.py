@@ -36,6 +36,7 @@ def observe(
     aux: Batch | None = None,
     seed: int = 0,
     first_client: int = 0,
+    num_clients: int = 0,
 ) -> Observation:
     """Let each client train on its private images as it would in a round, and return what a server then has.
 
@@ -61,6 +62,7 @@ def observe(
         aux: public images that every device has at hand.
         seed: of the clients' random draws.
         first_client: number of the first client; each number has draws of its own.
+        num_clients: of the federation, guards included, where there are more than those that are looked at.
     """
     if not private or len({batch.images.shape for batch in private}) != 1:
         raise ConfigError(f"private must be batches of one shape, got {[tuple(b.images.shape) for b in private]}.")
@@ -84,19 +86,18 @@ def observe(
         server = defence.on_model(copy.deepcopy(network), stream(seed, "observe", "server"))
     hold_private(server, defence)
     side = Server(round_number, server, {}, {}, stream(seed, "observe", "server", round_number))
-    guards = defence.early_clients(len(early) + first_client + len(private))
+    everyone = max(num_clients, len(early) + first_client + len(private))
+    guards = defence.early_clients(everyone)
     if len(guards) != len(early):
         raise ConfigError(f"early must be a batch for each of the defence's {len(guards)} guards, got {len(early)}.")
-    others = [number for number in range(len(guards) + first_client + len(private)) if number not in guards]
+    others = [number for number in range(everyone + len(guards)) if number not in guards][first_client:]
 
     def play(number: int, batch: Batch, times: int) -> list[_Played]:
         return _play(network, batch, defence, how, lr, number, side, aux, seed, times)
 
     first = {number: play(number, batch, 1)[0].update for number, batch in zip(guards, early, strict=True)}
     side = replace(side, public=defence.public(first, side))
-    played = [
-        one for number, batch in zip(others[first_client:], private, strict=True) for one in play(number, batch, rounds)
-    ]
+    played = [one for number, batch in zip(others, private, strict=False) for one in play(number, batch, rounds)]
     sent = [one.update for one in played]
     size = min(how.batch_size or whole, whole) if how.algorithm == "fedsgd" else whole
     facts: dict[Knowledge, object] = {

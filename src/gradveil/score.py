@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradveil.attacks.parts.adaptive import countermoves
 from gradveil.attacks.parts.local_training import Replay, replay_of
+from gradveil.audit.cells import check
 from gradveil.audit.plan import Cell, finite
 from gradveil.audit.privacy import observed, private_batches
 from gradveil.audit.settings import AuditSettings
@@ -49,6 +50,7 @@ def score(
     if settings.images != 1 or settings.update != "gradient" or settings.looks != 1:
         raise ConfigError("A score is of the gradient of one image, got other updates. Leave images, update and looks.")
     dataset = load_dataset(settings.dataset, data_root)
+    check(settings, dataset, data_root)
     private = private_batches(settings, dataset)
     parts = [
         (seed, defence, t) for seed in settings.all_seeds for defence in settings.defences for t in range(len(private))

@@ -73,10 +73,12 @@ def update_weights(
     """
     present = [*early, *(client for client in drawn if client not in early)]
     times = Counter(present)
+    if not present:
+        return {}
     if settings.weighting == "uniform":
         return {client: count / len(present) for client, count in times.items()}
     if settings.weighting == "unbiased":
-        factor = len(sizes) / len(drawn) / sum(sizes)
+        factor = len(sizes) / max(len(drawn), 1) / sum(sizes)
         fixed = {client: sizes[client] / sum(sizes) for client in early}
         return {client: fixed.get(client, count * sizes[client] * factor) for client, count in times.items()}
     total = sum(sizes[client] for client in present)
@@ -102,12 +104,12 @@ class Aggregate:
     """
 
     def __init__(self, weight_sum: float = 1.0) -> None:
-        self._weight_sum = weight_sum
+        self._share = 1 / weight_sum if weight_sum else 0.0  # nobody who counts was drawn: nothing moves
         self._totals: dict[str, Tensor] = {}
 
     def add(self, update: Update, weight: float) -> None:
         """Add one client's update."""
-        for tensors, factor in ((update.tensors, weight), (update.buffers, weight / self._weight_sum)):
+        for tensors, factor in ((update.tensors, weight), (update.buffers, weight * self._share)):
             for name, tensor in tensors.items():
                 change = tensor.double() * factor
                 self._totals[name] = self._totals[name].add_(change) if name in self._totals else change

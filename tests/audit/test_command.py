@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,18 @@ def test_json_is_one_document_with_rows_and_summary(gradveil, arguments, tmp_pat
     lines = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
     assert document["rows"] == [json.loads(line) for line in lines]
     assert "cells" in ended.err
+
+
+def test_a_run_without_a_folder_gets_one_below_runs(gradveil, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = gradveil(*arguments[:-2], "--json")
+    assert ended.code == 0, ended.err
+    out = Path(json.loads(ended.out)["out"])
+    assert out.parent == Path("runs")
+    assert (out / "rows.jsonl").exists()
+    again = gradveil(*arguments[:-2], "--resume")
+    assert again.code == 2
+    assert "got no --out" in again.err
 
 
 def test_the_table_has_a_line_for_each_defence_and_attack_and_ends_with_the_page(gradveil, arguments, tmp_path):

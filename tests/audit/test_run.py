@@ -320,6 +320,14 @@ def test_a_certificate_stands_in_its_rows(small, tmp_path):
     assert bounds["soteria:prune=0.5"] > 0
 
 
+@pytest.mark.parametrize("scores", ["example", "batch"])
+def test_a_target_is_certified_by_what_was_pruned_of_its_own_batch(small, tmp_path, scores):
+    spec = f"soteria:prune=0.5,scores={scores}"
+    runs = [audit(small(defences=spec, rounds=0, targets=n), tmp_path / str(n), workers=0).rows for n in (3, 1)]
+    together, alone = (next(row for row in rows if row["defence"] == spec and row["target"] == 0) for rows in runs)
+    assert together["certificate"] == pytest.approx(alone["certificate"], rel=1e-3)
+
+
 def test_many_looks_at_a_client_are_decoded_by_an_attacker_who_knows_the_defence(small, tmp_path, monkeypatch):
     quick = {"unmix": Countermove(decode=("unmix:train=30,width=8,restarts=2",))}
     monkeypatch.setattr(Mixup, "adaptive", lambda self, arrived: quick)

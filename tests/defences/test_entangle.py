@@ -2,6 +2,7 @@ import math
 from collections import OrderedDict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,8 +17,9 @@ from gradveil.defences import Arrived, Client, Defence, Server, build_defence
 from gradveil.defences.entangle import Entangle, foreign_entries, repeated, replacement_rate
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.server import play_round
-from gradveil.threat import Knowledge
+from gradveil.observe import observe
+from gradveil.server import play_round, sample_clients
+from gradveil.threat import Knowledge, ThreatModel
 from gradveil.types import Batch, Update
 from tests.attacks.scene import psnr, run, scene
 
@@ -37,6 +39,10 @@ def make_batch(count=5, seed=0):
     rng = torch.Generator().manual_seed(seed)
     images = torch.rand(count, 1, 6, 6, generator=rng, dtype=torch.float64)
     return Batch(images, torch.randint(0, 3, (count,), generator=rng), torch.zeros(count) > 0)
+
+
+def floats(batch):
+    return replace(batch, images=batch.images.float())
 
 
 def changes(model, seed):
@@ -205,6 +211,56 @@ class TestRounds:
             EXACT.on_update(Update(changes(make_model(), 1), 4), make_client(public={}))
         with pytest.raises(DefenceError, match="needs the update of guard 0 first"):
             EXACT.public({}, Server(1, make_model(), {}, {}, torch.Generator()))
+
+    @pytest.mark.parametrize("weighting", ["size", "uniform", "unbiased"])
+    def test_a_round_in_which_only_a_guard_is_drawn_that_does_not_count_moves_nothing(self, weighting):
+        settings = replace(
+            self.TINY, clients=2, sampled=1, defence="entangle:aggregate=false", rounds=1, weighting=weighting
+        )
+        seed = next(s for s in range(99) if sample_clients(replace(settings, seed=s), [1, 1], 1) == [0])
+        with Simulation(replace(settings, seed=seed), workers=0) as simulation:
+            before = {name: tensor.clone() for name, tensor in simulation.model.items()}
+            list(simulation.run())
+            assert all(torch.equal(tensor, before[name]) for name, tensor in simulation.model.items())
+
+    def test_a_guards_part_must_hold_no_image_of_a_private_client(self):
+        data = self.dataset()
+        twice = Split(np.concatenate([data.train.images] * 2), np.concatenate([data.train.labels] * 2))
+        settings = replace(self.TINY, model="logistic", partition="iid")
+        with pytest.raises(ConfigError, match=r"none of the private clients', got \d+ that are"):
+            Simulation(settings, workers=0, dataset=replace(data, train=twice))
+        with Simulation(replace(settings, defence="none"), workers=0, dataset=replace(data, train=twice)):
+            pass
+
+    @pytest.mark.parametrize(
+        ("defence", "network", "text"),
+        [
+            (Entangle(), lambda: nn.Sequential(nn.Conv2d(1, 10, 8), nn.Flatten()), "trains no nn.Linear"),
+            (Entangle(layers=("fc9",)), lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "got 'fc9'"),
+        ],
+    )
+    def test_networks_that_it_can_not_protect_are_refused_before_training(self, defence, network, text):
+        with pytest.raises(ConfigError, match=text):
+            Simulation(self.TINY, workers=0, dataset=self.dataset(), defence=defence, network=network)
+
+    def test_a_guard_of_any_number_can_be_looked_at(self):
+        seen = observe(
+            make_model().float(), [floats(make_batch())],
+            threat=ThreatModel.of("num-examples"), num_classes=3, defence=Entangle(guards=(7,)),
+            early=[floats(make_batch(seed=1))], num_clients=10,
+        )  # fmt: skip
+        assert "7.last.weight" in seen.public
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_an_update_that_is_not_finite_is_not_sent(self, value):
+        update = Update(changes(make_model(), 1), 4)
+        update.tensors["last.weight"][0, 0] = value
+        with pytest.raises(DefenceError, match="needs a finite update"):
+            EXACT.on_update(update, make_client())
+
+    def test_a_client_without_images_sends_nothing(self):
+        with pytest.raises(DefenceError, match="a client with none"):
+            EXACT.on_update(Update(changes(make_model(), 1), 4), replace(make_client(), data=make_batch()[:0]))
 
     def test_it_trains_alike_with_and_without_workers(self):
         rows = []

@@ -331,3 +331,22 @@ def test_the_certificate_is_theorem_1_for_what_is_pruned():
     assert (bounds[1] < bounds[2]).all()
     assert (bounds[1] > 0).all()
     assert Soteria(prune=0.0).certificate(network, batch, torch.Generator()).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("settings", "text"), [({"layers": ("fc9",)}, "got 'fc9'"), ({"count": 9999}, "count=9999")])
+def test_networks_that_it_can_not_protect_are_refused_before_training(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        Soteria(**settings).check(create_model("mlp:hidden=8", (1, 28, 28), 10, seed=0))
+    with pytest.raises(ConfigError, match=r"no nn\.Linear"):
+        Soteria().check(nn.Sequential(nn.Conv2d(1, 10, 28), nn.Flatten()))
+    Soteria().check(create_model("mlp:hidden=8", (1, 28, 28), 10, seed=0))
+
+
+def test_a_chain_checks_its_members():
+    with pytest.raises(ConfigError, match="count=9999"):
+        build_defence("prune+soteria:count=9999").check(create_model("mlp:hidden=8", (1, 28, 28), 10, seed=0))
+
+
+def test_all_is_zeroed_for_all_images_where_all_shall_be():
+    inputs = torch.rand(3, 5)
+    assert Soteria(prune=1.0, scores="batch")._pruned("last", inputs, torch.rand(3, 5)).all()

@@ -165,14 +165,16 @@ def test_of_many_defences_none_of_which_leaks_only_one_is_told():
     assert "leaks least" not in text
 
 
-def test_of_many_defences_those_are_named_that_knowledge_undoes():
+def test_those_are_named_that_stop_the_naive_attacker_only():
     rows = rows_of("none", [0.9], psnr=50.0)
     for name, plain, knowing in (("a", 20.0, 48.0), ("b", 20.0, 40.0), ("c", 45.0, 50.0), ("d", 10.0, 60.0)):
         rows += rows_of(name, [0.9], psnr=plain) + rows_of(name, [0.9], psnr=knowing, adaptive=True)
-    told = "Undone once the attacker knows the defence are a (20.0, then 48.0 dB), d (10.0, then 60.0 dB)."
-    assert sentences(rows)[-1] == told
-    only = [row for row in rows if row["defence"] != "a"] + rows_of("e", [0.9], psnr=50.0)
-    assert sentences(only)[-1] == "Undone once the attacker knows the defence is d (10.0, then 60.0 dB)."
+    told = [f"{name} (50.0 dB undefended, {under} dB under it, {known} dB once it is known)"
+            for name, under, known in (("a", "20.0", "48.0"), ("d", "10.0", "60.0"))]  # fmt: skip
+    assert sentences(rows)[-1] == f"Stopping the naive attacker only: {', '.join(told)}."
+    few = [row for row in rows if row["defence"] in ("none", "d")]
+    assert sentences(few)[-1] == f"Stopping the naive attacker only: {told[1]}."
+    assert not any("naive" in text for text in sentences([row for row in rows if row["defence"] in ("none", "b", "c")]))
 
 
 def test_headlines_of_other_audits():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from gradveil.audit.run import AuditResult
 from gradveil.config import TrainSettings
-from gradveil.errors import RunFolderError, UnknownNameError
+from gradveil.errors import RunFolderError, TrainingError, UnknownNameError
 from gradveil.reproduce import papers, reproduce
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded, run_experiment, to_markdown
 from gradveil.reproduce.trainings import trained
@@ -27,7 +28,8 @@ def test_an_experiment_leaves_its_table_pictures_and_document_and_is_not_run_twi
     runs = []
     paper, lab = paper_of(runs), Lab(tmp_path / "1", "smoke")
     first = run_experiment(paper, "1", lab)
-    assert {path.name for path in lab.out.iterdir()} == {"results.md", "results.json", "curve.png", "curve.svg"}
+    left = {path.name for path in lab.out.iterdir()} - {".lock"}
+    assert left == {"results.md", "results.json", "curve.png", "curve.svg"}
     assert json.loads((lab.out / "results.json").read_bytes()) == first
     assert run_experiment(paper, "1", lab) == first
     assert runs == ["smoke"]
@@ -67,7 +69,7 @@ def test_parts_of_other_scales_seeds_and_data_are_not_taken_for_this_ones(tmp_pa
     assert Lab(tmp_path, **{"scale": "smoke", **other}).once("part", lambda: 3) == 3
 
 
-@pytest.mark.parametrize("content", [b"", b"{"])
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]"])
 def test_a_part_that_is_not_whole_is_done_again(tmp_path, content):
     lab = Lab(tmp_path, "smoke")
     lab.once("part", lambda: 1)
@@ -88,6 +90,22 @@ def test_a_training_is_done_once_and_one_that_diverges_says_why(tmp_path):
     lost = trained(Lab(tmp_path), replace(settings, model="mlp", lr=1e20), told.append)
     assert lost.why
     assert lost.last("accuracy") is None
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path):
+    runs = []
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RunFolderError, match="must be a folder"):
+        run_experiment(paper_of(runs), "1", Lab(tmp_path / "file", "smoke"))
+    assert not runs
+
+
+def test_an_audit_with_failed_cells_is_no_result(tmp_path, monkeypatch):
+    failed = AuditResult(tmp_path, [], {"privacy-00001": "gs on soteria: out of memory"}, 1.0, "", tmp_path)
+    monkeypatch.setattr("gradveil.reproduce.soteria.audit", lambda *args, **options: failed)
+    with pytest.raises(TrainingError, match=r"1 parts of .* out of memory"):
+        reproduce("soteria", "fig3", out=tmp_path, scale="smoke")
+    assert not (tmp_path / "fig3" / "results.json").exists()
 
 
 def test_the_table_in_markdown():

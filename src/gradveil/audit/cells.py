@@ -1,8 +1,10 @@
 """Work out one cell of an audit; a cell that fails leaves rows that say why."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +15,10 @@ from gradveil.audit.privacy import PRIVACY, attack_cell
 from gradveil.audit.settings import AuditSettings
 from gradveil.audit.utility import UTILITY, price_cell
 from gradveil.data import Dataset, load_dataset
-from gradveil.data.auxiliary import joined
+from gradveil.data.auxiliary import joined, refuse_overlap
 from gradveil.data.federated import federate
 from gradveil.defences import build_defence
-from gradveil.engines.devices import make_network
+from gradveil.engines.devices import defended, make_network
 from gradveil.engines.simulation import check_output, chosen_normalisation, single_thread
 from gradveil.errors import ConfigError, GradveilError
 from gradveil.threat import Knowledge, ThreatModel
@@ -53,7 +55,7 @@ def run_cell(
 
 
 def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> None:
-    """Find before any work what would make every cell fail: the model, the partition, what the attacks need to know."""
+    """Find before any work what would make cells fail: model, partition, defences, what the attacks need to know."""
     knows = ThreatModel.of(*settings.knows).knows
     for spec in settings.attacks:
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
@@ -61,15 +63,19 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
         if lacking:
             raise ConfigError(f"Attack {spec!r} needs {', '.join(lacking)}, got knows without it. Add it to --knows.")
     defences = [build_defence(spec) for spec in settings.defences]
-    for defence in defences:
-        defence.early_clients(settings.clients)
     public = [defence for defence in defences if defence.uses_aux]
     if settings.aux and public:
-        joined(dataset, load_dataset(settings.aux, root), labelled=any(defence.aux_labels for defence in public))
+        aux = load_dataset(settings.aux, root)
+        both = joined(dataset, aux, labelled=any(defence.aux_labels for defence in public))
+        count = len(dataset.train)
+        refuse_overlap(both, np.arange(count), np.arange(count, len(both)))
     training = settings.training("none", settings.seed)
     normalisation = chosen_normalisation(settings.normalise, dataset)
     network = make_network(training, dataset.shape, dataset.num_classes, normalisation)
     check_output(network, dataset.shape, dataset.num_classes, torch.device("cpu"))
+    for defence in defences:
+        defence.early_clients(settings.clients)
+        defence.check(defended(copy.deepcopy(network), defence, settings.seed, "server"))
     if settings.rounds:
         federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)
 

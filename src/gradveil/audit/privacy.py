@@ -70,13 +70,13 @@ def refuse_known(attacks: Iterable[Attack], private: list[Batch], dataset: Datas
 
 
 def _certified(cell: Cell, seen: Observation, private: list[Batch], defence: Defence) -> list[float | None]:
-    """The least distance that the defence certifies for any image of each target."""
+    """The least distance that the defence certifies for any image of each target, whose batch was its own."""
     device = next(seen.network.parameters()).device
-    everything = [torch.cat([getattr(b, name) for b in private]) for name in ("images", "labels", "sensitive")]
-    found = defence.certificate(seen.network, Batch(*everything).to(device), stream(cell.seed, "certificate"))
-    if found is None:
-        return [None] * len(private)
-    return [finite(float(bound)) for bound in found.view(len(private), -1).amin(1)]
+    found = [
+        defence.certificate(seen.network, batch.to(device), stream(cell.seed, "certificate", cell.first + number))
+        for number, batch in enumerate(private)
+    ]
+    return [None if bounds is None else finite(float(bounds.min())) for bounds in found]
 
 
 def _keeping(attack: Attack) -> Attack:
@@ -121,6 +121,7 @@ def observed(
         class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
         alter=(lambda net: altering.alter(net, scene, stream(cell.seed, "alter"))) if altering else None,
         early=_guards(settings, defence, aux),
+        num_clients=settings.clients,
         aux=aux,
         seed=cell.seed,
         first_client=cell.first,
@@ -128,13 +129,17 @@ def observed(
 
 
 def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, defence: Defence) -> Batch:
-    """Public images for the defence: those of ``aux``, else the last test images, which are nobody's."""
+    """Public images for the defence: those of ``aux``, else the last test images that are nobody's."""
     if settings.aux:
         split = joined(dataset, load_dataset(settings.aux, root), labelled=defence.aux_labels)
         chosen = np.arange(len(dataset.train), len(split))[:PUBLIC]
         refuse_overlap(split, np.arange(len(dataset.train)), chosen)
     else:
-        split, chosen = dataset.test, np.arange(len(dataset.test))[-PUBLIC:]
+        private = set(image_keys(dataset.train.images).tolist())
+        free = [place for place, key in enumerate(image_keys(dataset.test.images).tolist()) if key not in private]
+        if not free:
+            raise ConfigError("Public images must be none of the private ones, got a test set of such. Give --aux.")
+        split, chosen = dataset.test, np.array(free[-PUBLIC:])
     images, labels = _images(split.images[chosen]), torch.from_numpy(split.labels[chosen])
     return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool))
 

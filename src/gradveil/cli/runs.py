@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from gradveil.registry import parse_spec
 
 
 def train_command(
-    out: Path,
+    out: Path | None = None,
     config: Path | None = None,
     resume: bool = False,
     workers: int | None = None,
@@ -31,6 +32,7 @@ def train_command(
     """Train a federated model; the folder OUT gets rows, curves, checkpoints and a page to look at."""
     from gradveil.train import train
 
+    out = out or _fresh("train", resume)
     settings = with_absolute_paths(make_train_settings(_given("train", options, config, out, resume)))
     with bar("rounds") as move, contextlib.redirect_stdout(sys.stderr):
 
@@ -64,7 +66,7 @@ def train_command(
 
 
 def audit_command(
-    out: Path,
+    out: Path | None = None,
     config: Path | None = None,
     resume: bool = False,
     workers: int | None = None,
@@ -79,6 +81,7 @@ def audit_command(
     from gradveil.audit import audit, make_audit_settings
     from gradveil.report.summary import membership, summarise, utility
 
+    out = out or _fresh("audit", resume)
     settings = make_audit_settings(_given("audit", options, config, out, resume))
     with bar("cells") as move, contextlib.redirect_stdout(sys.stderr):
         result = audit(settings, out, resume=resume, workers=workers, data_root=data_root, progress=move)
@@ -202,6 +205,13 @@ def reproduce_command(
     typer.echo(f"Look at them: {out}")
 
 
+def _fresh(kind: str, resume: bool) -> Path:
+    """The folder of a run that was not given one."""
+    if resume:
+        raise ConfigError("--resume goes on with a run, got no --out that says which.")
+    return Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+
+
 def _given(kind: str, options: Mapping[str, Any], config: Path | None, out: Path, resume: bool) -> dict[str, Any]:
     """The settings of a run: those it was begun with, those of the file, and the options; the later win."""
     given = {key: value for key, value in options.items() if value is not None}
@@ -215,10 +225,14 @@ def _given(kind: str, options: Mapping[str, Any], config: Path | None, out: Path
     return {**saved, **(read_settings(config) if config else {}), **given}
 
 
-def with_options(command: Callable[..., None], settings: type, out: str = "Folder of the run.") -> Callable[..., None]:
+OUT = "Folder of the run; by default a new one below runs, named by the time."
+
+
+def with_options(command: Callable[..., None], settings: type, out: str = OUT) -> Callable[..., None]:
     """The command with an option for each field of a settings class, beside its own; ``out`` explains --out."""
+    optional = inspect.signature(command).parameters["out"].default is None
     own = {
-        "out": Annotated[Path, typer.Option(help=out)],
+        "out": Annotated[Path | None if optional else Path, typer.Option(help=out)],
         "config": Annotated[Path | None, typer.Option(help="TOML file with the same settings; options win.")],
         "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT, with its settings.")],
         "workers": Annotated[int | None, typer.Option(help="Processes; 0 is this one only. Never changes results.")],

@@ -42,7 +42,8 @@ def refuse_overlap(train: Split, private: np.ndarray, public: np.ndarray) -> Non
     same = sum(pixels in theirs for pixels in _pixels(train, private))
     if same:
         raise ConfigError(
-            f"Public images must be none of the private clients', got {same:,} that are. Choose another --aux."
+            f"Public images must be none of the private clients', got {same:,} that are. "
+            "Choose another --aux, or take out what is twice in the set."
         )
 
 

@@ -121,7 +121,8 @@ def federate(
     """Deal the training images to clients by a partition's text (``dirichlet:alpha=0.5``), and mark the sensitive.
 
     Every device has the images of ``aux`` at hand, where there is one, and clients named in ``guards`` train on them;
-    the others share the set without them. Only if ``aux_labels`` are read must they be classes of the task.
+    the others share the set without them. Without one, guards have parts like all others. No image of theirs may be
+    a private client's. Only if ``aux_labels`` are read must they be classes of the task.
     """
     rng = np.random.default_rng(derive_seed(seed, "partition"))
     train, private = dataset.train, num_clients - (len(guards) if aux is not None else 0)
@@ -136,6 +137,9 @@ def federate(
         theirs = dealt(public, len(guards)) if guards else []
         parts = placed(parts, theirs, guards)
         marks = placed(marks, [np.zeros(len(part), bool) for part in theirs], guards)
+    elif guards:
+        private_parts = [part for client, part in enumerate(parts) if client not in guards]
+        refuse_overlap(train, np.concatenate(private_parts), np.concatenate([parts[guard] for guard in guards]))
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
     shared = None if aux is None else Split(train.images[len(dataset.train) :], train.labels[len(dataset.train) :])
     return FederatedData(train, dataset.test, np.concatenate(parts), offsets, np.concatenate(marks), shared)

@@ -236,6 +236,9 @@ class Defence(Component):
         """What the server broadcasts beside the model, given the early clients' updates (after ``on_server``)."""
         return {}
 
+    def check(self, network: nn.Module) -> None:
+        """Raise `ConfigError` before any work where this network (after ``on_model``) can't be protected. No hook."""
+
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """How an attacker who knows this defence matches, by name; the first is the one to fear most. No hook."""
         return {}

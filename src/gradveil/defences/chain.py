@@ -116,6 +116,11 @@ class Chain(Defence):
             update = defence.on_server(update, own)
         return update
 
+    def check(self, network: nn.Module) -> None:
+        """Each member's look at the network."""
+        for defence in self.defences:
+            defence.check(network)
+
     def early_clients(self, num_clients: int) -> tuple[int, ...]:
         """All members' early clients, each once."""
         return tuple(dict.fromkeys(c for defence in self.defences for c in defence.early_clients(num_clients)))

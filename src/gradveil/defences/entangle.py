@@ -87,6 +87,8 @@ class Entangle(Defence):
         in_range("beta", self.beta, 0.1, 0.9, open_low=True, open_high=True)
         if not self.guards or len(set(self.guards)) != len(self.guards) or min(self.guards) < 0:
             raise ConfigError(f"guards must be different clients from 0 on, got {self.guards}.")
+        if len(set(self.layers)) != len(self.layers):
+            raise ConfigError(f"layers must differ from each other, got {'/'.join(self.layers)}.")
         one_of("reach", self.reach, ["columns", "rows", "channels"])
         in_range("images", self.images, 1)
         in_range("probes", self.probes, 0)
@@ -99,6 +101,13 @@ class Entangle(Defence):
                 f"guards must be some of the {num_clients} clients, and not all, got {'/'.join(map(str, self.guards))}."
             )
         return self.guards
+
+    def check(self, network: nn.Module) -> None:
+        """There must be fully connected layers that are sent, and those that are named."""
+        try:
+            self._linears(_weighted_layers(network, dict(network.named_parameters())))
+        except DefenceError as error:
+            raise ConfigError(str(error)) from error
 
     def public(self, early: Mapping[int, Update], server: Server) -> Tensors:
         """Each guard's update, under its number."""
@@ -118,6 +127,12 @@ class Entangle(Defence):
         """Replace the entries next to the most revealing representations; a guard has nothing to hide."""
         if client.id in self.guards:
             return update
+        if not len(client.data):
+            raise DefenceError("Defence 'entangle' ranks representations of a client's images, got a client with none.")
+        if not all(bool(tensor.isfinite().all()) for tensor in update.tensors.values()):
+            raise DefenceError(
+                "Defence 'entangle' needs a finite update, got NaN or infinity. Lower the learning rate."
+            )
         guard = self._mixture(_guards(client.public), client.rng)
         rate = replacement_rate(update.tensors, client.start, self.beta)
         changed = dict(update.tensors)
@@ -184,6 +199,18 @@ class Entangle(Defence):
         """The representations of all layers concerned, with their scores and the entries next to them."""
         network = copy.deepcopy(client.model).eval()
         weighted = _weighted_layers(network, tensors)
+        linears = self._linears(weighted)
+        chosen = [name for name in weighted if name in linears]
+        if self.reach == "channels":
+            first = next(iter(weighted))
+            chosen = [
+                n for n, layer in weighted.items() if n in chosen or (isinstance(layer, nn.Conv2d) and n != first)
+            ]
+        scores = self._scores(network, chosen, client)
+        return [self._spot(name, score, weighted, tensors) for name, score in zip(chosen, scores, strict=True)]
+
+    def _linears(self, weighted: Mapping[str, nn.Module]) -> list[str]:
+        """The fully connected layers to protect: those named, or all."""
         linears = [name for name, layer in weighted.items() if isinstance(layer, nn.Linear)]
         if not linears:
             raise DefenceError(
@@ -196,14 +223,7 @@ class Entangle(Defence):
                 f"Defence 'entangle' protects layers of type nn.Linear, got {unknown[0]!r}. "
                 f"Set layers to some of: {', '.join(linears)}."
             )
-        chosen = [name for name in weighted if name in (self.layers or linears)]
-        if self.reach == "channels":
-            first = next(iter(weighted))
-            chosen = [
-                n for n, layer in weighted.items() if n in chosen or (isinstance(layer, nn.Conv2d) and n != first)
-            ]
-        scores = self._scores(network, chosen, client)
-        return [self._spot(name, score, weighted, tensors) for name, score in zip(chosen, scores, strict=True)]
+        return list(self.layers or linears)
 
     def _spot(self, name: str, scores: Tensor, weighted: Mapping[str, nn.Module], tensors: Tensors) -> "_Spot":
         entries = [(f"{name}.weight", 1)]

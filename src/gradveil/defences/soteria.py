@@ -59,7 +59,8 @@ class Soteria(Defence):
         count: ε, the number of features that is zeroed, in place of ``prune``; 0 takes ``prune``.
         scores: ``example`` chooses for each image by itself; ``batch`` as the authors' code does: the features with the
             smallest sum over the batch of ∥∇r∥ / (r + 0.1), below the percentile of ``prune``, are zeroed for all
-            images. There dead features (zero, and moved by no pixel) come first, which protects nothing.
+            images. There dead features (zero, and moved by no pixel) come first, which protects nothing; where more
+            than that share is dead, nothing is zeroed at all.
         norm: p of the Jacobian's norm: 1, 2 or inf.
         probes: 0 takes the Jacobian's norms exactly, one backward pass a feature; else they are estimated by so many
             random forward-mode products, which is much faster: 64 rank well. Only with ``norm=2``.
@@ -100,6 +101,16 @@ class Soteria(Defence):
             rebuilt[f"{name}.weight"] = (look.downstream.T @ kept).to(gradient[f"{name}.weight"])
         return {**gradient, **rebuilt}
 
+    def check(self, network: nn.Module) -> None:
+        """The layers must be there, with as many features as are zeroed."""
+        try:
+            names = self.layers or _last_linear(network)
+            _check_layers(network, names, dict(network.named_parameters()))
+            for name in names:
+                self._check_count(name, network.get_parameter(f"{name}.weight").shape[1])
+        except DefenceError as error:
+            raise ConfigError(str(error)) from error
+
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Leave the whole weight out of the match, or the columns that came as zeros.
 
@@ -118,6 +129,7 @@ class Soteria(Defence):
         """Theorem 1 at the first protected layer: to first order, and for an attacker who inverts r' alone."""
         model = copy.deepcopy(network).eval()
         name = (self.layers or _last_linear(model))[0]
+        _check_layers(model, [name], dict(model.named_parameters()))
         with torch.no_grad():
             inputs = layer_inputs(model, [name], batch.images)[0]
         norms = self._row_norms(model, [name], batch.images, [inputs.shape[1]], rng)[0]
@@ -147,15 +159,18 @@ class Soteria(Defence):
                 f"Defence 'soteria' can rank finite features only, got others at layer {name!r}. "
                 "Lower the learning rate."
             )
-        if self.count > inputs.shape[1]:
-            raise DefenceError(
-                f"Defence 'soteria' can zero at most the {inputs.shape[1]} features of layer {name!r}, "
-                f"got count={self.count}. Lower count, or set prune."
-            )
+        self._check_count(name, inputs.shape[1])
         if self.scores == "batch":
             return self._pruned_for_all(inputs, norms).expand_as(inputs)
         number = self.count or math.ceil(round(self.prune * inputs.shape[1], 6))
         return _first(feature_scores(inputs, norms).argsort(dim=1, descending=True, stable=True), number)
+
+    def _check_count(self, name: str, features: int) -> None:
+        if self.count > features:
+            raise DefenceError(
+                f"Defence 'soteria' can zero at most the {features} features of layer {name!r}, "
+                f"got count={self.count}. Lower count, or set prune."
+            )
 
     def _pruned_for_all(self, inputs: Tensor, norms: Tensor) -> Tensor:
         """(1, features) by the authors' score, which is large for what is kept."""
@@ -164,7 +179,7 @@ class Soteria(Defence):
         score = (norms / shifted.where(shifted != 0, tiny)).sum(0, keepdim=True)
         if self.count:
             return _first(score.abs().argsort(dim=1, stable=True), self.count)
-        return score.abs() < score.quantile(self.prune)
+        return (score.abs() < score.quantile(self.prune)) | (self.prune == 1)
 
 
 def feature_scores(inputs: Tensor, norms: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ class Simulation:
         build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation))
         module = defended(build_network(), self.defence, settings.seed, "server").to(device)
         check_output(module, shape, num_classes, device)
+        self.defence.check(module)
         self.net = FlatModel(module, is_private(module, self.defence, settings))
         self.model: dict[str, Tensor] = _copy(self.net.shared_tensors(self.net.values[self.net.shared]))
         self.server_state: dict[str, Tensor] = {}

@@ -47,9 +47,7 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> list[str
     for name, start in starts.items():
         text = _defended(lines, name, noun, first=not parts)
         parts.append(f"{start} {text}{_price(accuracy.get('none'), accuracy.get(name))}.")
-    if len(rest) > MOST:
-        parts += _undone(lines, best.get("none"), rest)
-    return parts + told
+    return parts + _undone(lines, best.get("none"), rest) + told
 
 
 def _undone(lines: Sequence[Mapping[str, Any]], none: Mapping[str, Any] | None, names: Sequence[str]) -> list[str]:
@@ -60,11 +58,9 @@ def _undone(lines: Sequence[Mapping[str, Any]], none: Mapping[str, Any] | None, 
         if none and plain and knowing and None not in (plain["psnr"], knowing["psnr"], none["psnr"]):
             hid = none["psnr"] - plain["psnr"] >= HIDDEN
             if hid and knowing["psnr"] >= none["psnr"] - ALMOST:
-                undone.append(f"{name} ({plain['psnr']:.1f}, then {knowing['psnr']:.1f} dB)")
-    if not undone:
-        return []
-    verb = "is" if len(undone) == 1 else "are"
-    return [f"Undone once the attacker knows the defence {verb} {', '.join(undone)}."]
+                figures = [f"{line['psnr']:.1f} dB" for line in (none, plain, knowing)]
+                undone.append(f"{name} ({figures[0]} undefended, {figures[1]} under it, {figures[2]} once it is known)")
+    return [f"Stopping the naive attacker only: {', '.join(undone)}."] if undone else []
 
 
 def _members(rows: Sequence[Mapping[str, Any]]) -> list[str]:

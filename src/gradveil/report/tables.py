@@ -70,7 +70,7 @@ SUMMARY = (
     Heading("label_accuracy", "Labels", "Share of the labels that were recovered", _percent),
     Heading("not_converged", "Attack did not converge", "Targets on which the attack did not converge", _of_all),
     Heading("epsilon", "ε of the update", "Privacy budget of the one update that was attacked", _budget),
-    Heading("certificate", "Certified distance", "Mean bound that the defence itself gives, first order", _fixed(2)),
+    Heading("certificate", "Certified distance", "First order, for attackers of the protected layer alone", _fixed(2)),
     Heading("knows", "Attacker knew", "", lambda v, _: ", ".join(v) or "the update only", True),
     Heading("epsilon_training", "ε of the training", "Privacy budget of the whole training", _budget_of_training),
     Heading("accuracy", "Accuracy", "Test accuracy after training with the defence, mean over seeds", _percent),

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from gradveil.errors import DataError, RunFolderError
 from gradveil.report.files import save_figure
+from gradveil.run_folder import RunFolder
 from gradveil.storage import load_tensors, save_tensors, write_atomic
 from gradveil.types import Tensors
 
@@ -58,12 +60,11 @@ class Lab:
         """
         path = self._part(part).with_suffix(".json")
         try:
-            saved = json.loads(path.read_bytes())
-        except (OSError, ValueError):
+            result: V = json.loads(path.read_bytes())["result"]
+        except (OSError, ValueError, KeyError, TypeError):
             content = json.dumps({"part": repr(part), "result": work()})
             write_atomic(path, content.encode())
-            saved = json.loads(content)
-        result: V = saved["result"]
+            result = json.loads(content)["result"]
         return result
 
     def tensors_once(self, part: object, work: Callable[[], Tensors]) -> Tensors:
@@ -76,8 +77,8 @@ class Lab:
             return load_tensors(path)
 
     def _part(self, part: object) -> Path:
-        """The file of a part, without its ending; other scales, seeds and data have other files."""
-        facts = repr((self.scale, self.seed, str(self.data_root), part))
+        """The file of a part, without its ending; other versions, scales, seeds and data have other files."""
+        facts = repr((version("gradveil"), self.scale, self.seed, str(self.data_root), part))
         return self.out / "parts" / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
@@ -128,18 +129,19 @@ def run_experiment(paper: Paper, name: str, lab: Lab) -> dict[str, Any]:
     if finished is not None:
         return finished
     experiment = paper.experiments[name]
-    result = experiment.run(lab)
-    document = {
-        **settings,
-        "title": experiment.title,
-        "notes": list(result.notes),
-        "rows": [dict(r) for r in result.rows],
-    }
-    for figure_name, figure in result.figures.items():
-        for kind in ("png", "svg"):
-            save_figure(figure, lab.out / f"{figure_name}.{kind}")
-    write_atomic(lab.out / "results.md", to_markdown(document).encode())
-    write_atomic(lab.out / "results.json", json.dumps(document, indent=1, allow_nan=False).encode())
+    with RunFolder(lab.out):
+        result = experiment.run(lab)
+        document = {
+            **settings,
+            "title": experiment.title,
+            "notes": list(result.notes),
+            "rows": [dict(r) for r in result.rows],
+        }
+        for figure_name, figure in result.figures.items():
+            for kind in ("png", "svg"):
+                save_figure(figure, lab.out / f"{figure_name}.{kind}")
+        write_atomic(lab.out / "results.md", to_markdown(document).encode())
+        write_atomic(lab.out / "results.json", json.dumps(document, indent=1, allow_nan=False).encode())
     return document
 
 

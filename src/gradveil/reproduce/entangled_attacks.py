@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from gradveil.attacks import MembershipAttack, build_attack
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.defences import Defence, build_defence
+from gradveil.errors import DivergedError
 from gradveil.membership import infer_membership
 from gradveil.metrics.mse import Mse
 from gradveil.metrics.psnr import Psnr
@@ -93,7 +94,7 @@ def figure_6(lab: Lab) -> Result:
         with _told(lab, f"{task}, {model}, {name}{', adaptive' if adaptive else ''}"), part(number, len(cells)):
             case, attack = cases[task, model], GS[task].format(iterations)
             work = partial(_guesses, case, build_defence(DEFENCES[name]), attack, adaptive, lab.seed)
-            found[cell] = Trials(**lab.tensors_once((cell, attack, targets), work))
+            found[cell] = Trials(**lab.tensors_once((cell, DEFENCES[name], attack, targets), work))
             tell(1.0)
     rows = [
         {"dataset": sets[task].name, "model": model, "defence": DEFENCES[name],
@@ -276,7 +277,11 @@ def figure_5b(lab: Lab) -> Result:
 
 
 def _memberships(settings: TrainSettings, attack: MembershipAttack, data: Dataset, lab: Lab) -> list[dict[str, Any]]:
-    return list(infer_membership(settings, attack, dataset=data, data_root=lab.data_root))
+    """Up to the round in which the training diverges, if it does."""
+    found: list[dict[str, Any]] = []
+    with suppress(DivergedError):
+        found.extend(infer_membership(settings, attack, dataset=data, data_root=lab.data_root))
+    return found
 
 
 def membership_means(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

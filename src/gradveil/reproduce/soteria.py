@@ -10,6 +10,7 @@ from gradveil.audit import audit, make_audit_settings
 from gradveil.config import TrainSettings
 from gradveil.data import load_dataset
 from gradveil.engines.simulation import Simulation
+from gradveil.errors import TrainingError
 from gradveil.report.summary import summarise
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
 from gradveil.reproduce.convergence import Convergence, converge
@@ -181,6 +182,9 @@ def _audited(
         data_root=lab.data_root,
         progress=lambda done, total, doing: lab.progress(done / max(total, 1), doing),
     )
+    if result.failed:
+        reason = next(iter(result.failed.values()))
+        raise TrainingError(f"{len(result.failed)} parts of {result.out} failed, the first: {reason}. Run it again.")
     return summarise(result.rows)
 
 

@@ -82,7 +82,7 @@ def class_representations(seen: Observation, classes: Tensor | None = None, rows
     Differs from the paper: Section 3.2 says that element values identify the row of a class and leaves the rest to an
     appendix that the published version lacks. ``elements`` is that sentence; how rows are weighted and their signs
     found was decided here. ``errors`` is not in the paper: before the last layer ``elements`` gives what the classes
-    share and hardly tells them apart, and this does (benchmarks/representations.py).
+    share and hardly tells them apart, and this does (`gradveil reproduce soteria --table 1`).
     """
     one_of("rows", rows, ROWS)
     chain = linear_chain(seen)
