@@ -214,8 +214,8 @@ class Entangle(Defence):
         linears = [name for name, layer in weighted.items() if isinstance(layer, nn.Linear)]
         if not linears:
             raise DefenceError(
-                "Defence 'entangle' replaces columns of fully connected layers, but this network trains no nn.Linear. "
-                "Use a model that ends in one (all of `gradveil list models` do), or another defence."
+                "Defence 'entangle' replaces columns of fully connected layers, but this network trains no nn.Linear, "
+                "or a defence before it in a chain took its weights. Use a model that ends in one, or another order."
             )
         unknown = [name for name in self.layers if name not in linears]
         if unknown:
