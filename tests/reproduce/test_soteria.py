@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gradveil.reproduce import papers
+from gradveil.reproduce import papers, soteria
 from gradveil.reproduce.base import Lab, run_experiment
 
 PAPER = papers()["soteria"]
@@ -50,3 +50,12 @@ def test_parts_of_the_gradient(tmp_path, real_data):
     assert len(rows) == 4
     assert all(row["mse"] > 0 for row in rows)
     assert (out / "audit-cifar10" / "report.html").exists()
+
+
+def test_no_accuracy_is_claimed_where_so_few_rounds_teach_nothing(tmp_path):
+    small = Lab(tmp_path, "small")
+    assert soteria._accuracies(small, "cifar10", ["none", "prune:fraction=0.1"]) == {
+        "none": None,
+        "prune:fraction=0.1": None,
+    }
+    assert "none on CIFAR-10" in soteria._notes_5(small)[0]

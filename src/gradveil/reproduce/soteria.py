@@ -113,7 +113,8 @@ def figure_5(lab: Lab) -> Result:
             for line in lines
         ]  # fmt: skip
         rows += mine
-        figures[f"tradeoff-{dataset}"] = _tradeoff(mine, dataset)
+        if any(accuracy.values()):
+            figures[f"tradeoff-{dataset}"] = _tradeoff(mine, dataset)
     return Result(rows, _notes_5(lab), figures)
 
 
@@ -189,8 +190,13 @@ def _audited(
 
 
 def _accuracies(lab: Lab, dataset: str, defences: Iterable[str]) -> dict[str, float | None]:
-    """Test accuracy after FedAvg under each defence: 100 devices of 2 classes, 10 a round, as in section 6.1."""
-    rounds = lab.pick(1, 60, 200 if dataset == "mnist" else 1000)
+    """Test accuracy after FedAvg under each defence: 100 devices of 2 classes, 10 a round, as in section 6.1.
+
+    None at the scale small on CIFAR-10, where fewer rounds than the paper's 1,000 teach nothing.
+    """
+    rounds = lab.pick(1, *((200, 200) if dataset.startswith("mnist") else (0, 1000)))
+    if not rounds:
+        return dict.fromkeys(defences)
     per_class = lab.pick(5, 20, 100)
     found = {}
     for defence in dict.fromkeys(defences):
@@ -214,10 +220,10 @@ PROBES = 32
 
 
 def _notes_5(lab: Lab) -> list[str]:
-    rounds, per_class = lab.pick(1, 60, 200), lab.pick(5, 20, 100)
+    rounds = lab.pick("1 round", "200 rounds on MNIST and none on CIFAR-10", "the paper's rounds")
     return [
         "Attacked: lenet-dlg, uniform initialisation, one image a target. Trained: lenet5 (ReLU), FedAvg, "
-        f"momentum 0.9, 100 devices of 2 classes with {per_class} images each, 10 a round, {rounds} rounds "
+        f"momentum 0.9, 100 devices of 2 classes with {lab.pick(5, 20, 100)} images each, 10 a round, {rounds} "
         "(the paper: 100 images a class, 200 rounds on MNIST, 1,000 on CIFAR-10)."
         + (f" Soteria ranks by {PROBES} probes in training, and exactly under attack." if lab.scale != "full" else ""),
         "The paper's Figure 5 has no table; its claims: no loss of accuracy up to an MSE of 0.8, up to 160 times the "
