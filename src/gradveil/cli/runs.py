@@ -21,7 +21,7 @@ from gradveil.registry import parse_spec
 
 
 def train_command(
-    out: Path | None = None,
+    out: Path,
     config: Path | None = None,
     resume: bool = False,
     workers: int | None = None,
@@ -32,7 +32,6 @@ def train_command(
     """Train a federated model; the folder OUT gets rows, curves, checkpoints and a page to look at."""
     from gradveil.train import train
 
-    out = out or _fresh("train", resume)
     settings = with_absolute_paths(make_train_settings(_given("train", options, config, out, resume)))
     with bar("rounds") as move, contextlib.redirect_stdout(sys.stderr):
 
@@ -81,7 +80,7 @@ def audit_command(
     from gradveil.audit import audit, make_audit_settings
     from gradveil.report.summary import membership, summarise, utility
 
-    out = out or _fresh("audit", resume)
+    out = out or _fresh(resume)
     settings = make_audit_settings(_given("audit", options, config, out, resume))
     with bar("cells") as move, contextlib.redirect_stdout(sys.stderr):
         result = audit(settings, out, resume=resume, workers=workers, data_root=data_root, progress=move)
@@ -205,11 +204,11 @@ def reproduce_command(
     typer.echo(f"Look at them: {out}")
 
 
-def _fresh(kind: str, resume: bool) -> Path:
-    """The folder of a run that was not given one."""
+def _fresh(resume: bool) -> Path:
+    """The folder of an audit that was not given one."""
     if resume:
         raise ConfigError("--resume goes on with a run, got no --out that says which.")
-    return Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    return Path("runs") / f"audit-{datetime.now():%Y%m%d-%H%M%S-%f}"
 
 
 def _given(kind: str, options: Mapping[str, Any], config: Path | None, out: Path, resume: bool) -> dict[str, Any]:
@@ -225,14 +224,14 @@ def _given(kind: str, options: Mapping[str, Any], config: Path | None, out: Path
     return {**saved, **(read_settings(config) if config else {}), **given}
 
 
-OUT = "Folder of the run; by default a new one below runs, named by the time."
+NEW = " By default a new one below runs, named by the time."
 
 
-def with_options(command: Callable[..., None], settings: type, out: str = OUT) -> Callable[..., None]:
+def with_options(command: Callable[..., None], settings: type, out: str = "Folder of the run.") -> Callable[..., None]:
     """The command with an option for each field of a settings class, beside its own; ``out`` explains --out."""
     optional = inspect.signature(command).parameters["out"].default is None
     own = {
-        "out": Annotated[Path | None if optional else Path, typer.Option(help=out)],
+        "out": Annotated[Path | None if optional else Path, typer.Option(help=out + NEW if optional else out)],
         "config": Annotated[Path | None, typer.Option(help="TOML file with the same settings; options win.")],
         "resume": Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT, with its settings.")],
         "workers": Annotated[int | None, typer.Option(help="Processes; 0 is this one only. Never changes results.")],

@@ -138,8 +138,8 @@ def federate(
         parts = placed(parts, theirs, guards)
         marks = placed(marks, [np.zeros(len(part), bool) for part in theirs], guards)
     elif guards:
-        private_parts = [part for client, part in enumerate(parts) if client not in guards]
-        refuse_overlap(train, np.concatenate(private_parts), np.concatenate([parts[guard] for guard in guards]))
+        both = ([part for client, part in enumerate(parts) if (client in guards) == early] for early in (False, True))
+        refuse_overlap(train, *(np.concatenate([*some, np.arange(0)]) for some in both))
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
     shared = None if aux is None else Split(train.images[len(dataset.train) :], train.labels[len(dataset.train) :])
     return FederatedData(train, dataset.test, np.concatenate(parts), offsets, np.concatenate(marks), shared)

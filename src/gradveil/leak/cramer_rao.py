@@ -43,8 +43,8 @@ def leak(jacobian: Tensor, noise: Tensor, prior: Tensor, nuisance: Tensor | None
         al. 2021, https://arxiv.org/abs/2102.11673.
 
     Example:
-        >>> leak(torch.tensor([[1.0, 0.0]]), torch.tensor([0.1]), torch.tensor([0.01, 0.01])).mse
-        0.0075...
+        >>> round(leak(torch.tensor([[1.0, 0.0]]), torch.tensor([0.1]), torch.tensor([0.01, 0.01])).mse, 6)
+        0.0075
     """
     size = len(prior)
     variances = prior if nuisance is None else torch.cat([prior, nuisance])
