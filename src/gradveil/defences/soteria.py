@@ -60,7 +60,7 @@ class Soteria(Defence):
         scores: ``example`` chooses for each image by itself; ``batch`` as the authors' code does: the features with the
             smallest sum over the batch of ∥∇r∥ / (r + 0.1), below the percentile of ``prune``, are zeroed for all
             images. There dead features (zero, and moved by no pixel) come first, which protects nothing; where more
-            than that share is dead, nothing is zeroed at all.
+            than that share is dead, nothing is zeroed at all, and with ``prune=1`` the last one is left.
         norm: p of the Jacobian's norm: 1, 2 or inf.
         probes: 0 takes the Jacobian's norms exactly, one backward pass a feature; else they are estimated by so many
             random forward-mode products, which is much faster: 64 rank well. Only with ``norm=2``.
@@ -179,7 +179,7 @@ class Soteria(Defence):
         score = (norms / shifted.where(shifted != 0, tiny)).sum(0, keepdim=True)
         if self.count:
             return _first(score.abs().argsort(dim=1, stable=True), self.count)
-        return (score.abs() < score.quantile(self.prune)) | (self.prune == 1)
+        return score.abs() < score.quantile(self.prune)
 
 
 def feature_scores(inputs: Tensor, norms: Tensor) -> Tensor:
