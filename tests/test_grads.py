@@ -200,13 +200,23 @@ def test_products_with_the_jacobian_equal_it():
     assert torch.allclose(batched_jvp(function, inputs.detach(), tangents, chunk=2), jvp, atol=1e-12)
 
 
-def test_row_norms_exact_and_by_probes():
+@pytest.mark.parametrize("order", [1, 2, math.inf])
+@pytest.mark.parametrize("outputs", [3, 5])
+def test_row_norms_are_the_jacobians_backward_and_forward(outputs, order):
+    """Nine numbers come in: three features are cheaper backward, five forward."""
+    torch.manual_seed(0)
+    network = build("mlp:hidden=7", (1, 3, 3), outputs)
+    inputs = torch.rand(2, 1, 3, 3).double()
+    whole = torch.autograd.functional.jacobian(features(network), inputs)
+    expected = torch.stack([whole[n, :, n].flatten(1).norm(order, dim=1) for n in range(2)])
+    assert torch.allclose(jacobian_row_norms(features(network), inputs, order=order, chunk=2), expected, atol=1e-12)
+
+
+def test_row_norms_by_probes():
     torch.manual_seed(0)
     network = build("mlp:hidden=7", (1, 3, 3), 5)
     inputs = torch.rand(2, 1, 3, 3).double()
-    whole = torch.autograd.functional.jacobian(features(network), inputs)
-    expected = torch.stack([whole[n, :, n].flatten(1).norm(dim=1) for n in range(2)])
-    assert torch.allclose(jacobian_row_norms(features(network), inputs, chunk=2), expected, atol=1e-12)
+    expected = jacobian_row_norms(features(network), inputs)
     rng = torch.Generator().manual_seed(0)
     estimate = jacobian_row_norms(features(network), inputs, probes=2000, rng=rng)
     assert torch.allclose(estimate, expected, rtol=0.1)

@@ -78,7 +78,7 @@ def update_weights(
     if settings.weighting == "uniform":
         return {client: count / len(present) for client, count in times.items()}
     if settings.weighting == "unbiased":
-        factor = len(sizes) / max(len(drawn), 1) / sum(sizes)
+        factor = len(sizes) / len(drawn) / sum(sizes)
         fixed = {client: sizes[client] / sum(sizes) for client in early}
         return {client: fixed.get(client, count * sizes[client] * factor) for client, count in times.items()}
     total = sum(sizes[client] for client in present)

@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,11 +6,9 @@ import torch
 from matplotlib.figure import Figure
 
 from gradveil.audit.run import AuditResult
-from gradveil.config import TrainSettings
 from gradveil.errors import RunFolderError, TrainingError, UnknownNameError
 from gradveil.reproduce import papers, reproduce
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded, run_experiment, to_markdown
-from gradveil.reproduce.trainings import trained
 
 
 def paper_of(runs):
@@ -62,6 +59,14 @@ def test_a_killed_experiment_goes_on_with_the_parts_that_are_missing(tmp_path):
     assert len(done) == 4
 
 
+def test_a_part_tells_of_its_share_of_the_whole(tmp_path):
+    heard = []
+    lab = Lab(tmp_path, "smoke", progress=lambda share, doing: heard.append((share, doing)))
+    lab.telling("attack", 1, 4)(0.5)
+    lab.telling("training")(0.5)
+    assert heard == [(0.375, "attack"), (0.5, "training")]
+
+
 @pytest.mark.parametrize("other", [{"scale": "small"}, {"seed": 1}, {"data_root": Path("elsewhere")}])
 def test_parts_of_other_scales_seeds_and_data_are_not_taken_for_this_ones(tmp_path, other):
     assert Lab(tmp_path, "smoke").once("part", lambda: 1) == 1
@@ -78,18 +83,6 @@ def test_a_part_that_is_not_whole_is_done_again(tmp_path, content):
         path.write_bytes(content)
     assert lab.once("part", lambda: 2) == 2
     assert lab.tensors_once("part", lambda: {"x": torch.ones(1)})["x"] == 1
-
-
-def test_a_training_is_done_once_and_one_that_diverges_says_why(tmp_path):
-    told = []
-    settings = TrainSettings(dataset="mnist-5k", model="logistic", clients=10, sampled=1, rounds=2, eval_every=2)
-    first = trained(Lab(tmp_path), settings, told.append)
-    assert trained(Lab(tmp_path), settings, told.append) == first
-    assert told == [0.5, 1.0]
-    assert first.last("accuracy") > 0.5
-    lost = trained(Lab(tmp_path), replace(settings, model="mlp", lr=1e20), told.append)
-    assert lost.why
-    assert lost.last("accuracy") is None
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path):

@@ -15,7 +15,7 @@ from gradveil.audit.plan import Cell, Rows, facts_of, finite
 from gradveil.audit.settings import AuditSettings
 from gradveil.client import LocalSettings
 from gradveil.data import Dataset, load_dataset
-from gradveil.data.auxiliary import image_keys, joined, refuse_overlap
+from gradveil.data.auxiliary import image_keys, joined
 from gradveil.defences import Budget, Defence, build_defence
 from gradveil.engines.devices import local_settings, make_network
 from gradveil.engines.simulation import chosen_normalisation, usable_device
@@ -133,7 +133,6 @@ def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, def
     if settings.aux:
         split = joined(dataset, load_dataset(settings.aux, root), labelled=defence.aux_labels)
         chosen = np.arange(len(dataset.train), len(split))[:PUBLIC]
-        refuse_overlap(split, np.arange(len(dataset.train)), chosen)
     else:
         private = set(image_keys(dataset.train.images).tolist())
         free = [place for place, key in enumerate(image_keys(dataset.test.images).tolist()) if key not in private]

@@ -51,6 +51,10 @@ class Lab:
         """The value for this scale."""
         return {"smoke": smoke, "small": small, "full": full}[self.scale]
 
+    def telling(self, doing: str, number: int = 0, parts: int = 1) -> Callable[[float], None]:
+        """Where the progress of one of several equal parts goes."""
+        return lambda share: self.progress((number + share) / parts, doing)
+
     def once(self, part: object, work: Callable[[], V]) -> V:
         """What ``work`` gives, or gave before for the same part.
 

@@ -86,7 +86,7 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
     total, done = sum(len(plan.attackers) + len(_trainings(lab, plan)) for plan in plans), itertools.count()
 
     def telling(doing: str) -> AbstractContextManager[None]:
-        return listening(partial(_tell, lab, next(done), total, doing))
+        return listening(lab.telling(doing, next(done), total))
 
     rows: list[Row] = []
     said: list[str] = []
@@ -106,10 +106,6 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
 
 
 Telling = Callable[[str], AbstractContextManager[None]]
-
-
-def _tell(lab: Lab, number: int, total: int, doing: str, share: float) -> None:
-    lab.progress((number + share) / total, doing)
 
 
 def _attacked(lab: Lab, plan: Plan, case: Case, telling: Telling) -> dict[tuple[str, bool], Tensor]:

@@ -116,7 +116,7 @@ def _guesses(case: Case, defence: Defence, attack: str, adaptive: bool, seed: in
 
 def _told(lab: Lab, doing: str) -> AbstractContextManager[None]:
     """Within, what is told of the work's progress goes to the lab."""
-    return listening(lambda share: lab.progress(share, doing))
+    return listening(lab.telling(doing))
 
 
 def attackers() -> list[tuple[str, bool]]:

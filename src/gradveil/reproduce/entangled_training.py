@@ -155,7 +155,7 @@ def figure_4(lab: Lab) -> Result:
                 defence = "none" if beta is None else f"entangle:beta={beta}"
                 label = "FedAvg" if beta is None else f"beta = {beta}"
                 settings = training(lab, task, defence, partition)
-                done = _part(lab, len(rows), total, f"{task}, {partition}, {label}")
+                done = lab.telling(f"{task}, {partition}, {label}", len(rows), total)
                 curves[label] = train_curve(settings, data, lab, done)
                 promised = task == "mnist" and partition == DIRICHLET and beta == 0.7
                 rows.append(
@@ -174,11 +174,6 @@ def figure_4(lab: Lab) -> Result:
     return Result(rows, notes, {"accuracy": _panels(panels)})
 
 
-def _part(lab: Lab, number: int, parts: int, doing: str) -> Callable[[float], None]:
-    """Where the progress of one of several equal parts goes."""
-    return lambda share: lab.progress((number + share) / parts, doing)
-
-
 # --- Figures 5a and 5c: beside the other defences ---------------------------------------------------------------------
 
 
@@ -189,7 +184,7 @@ def figure_5a(lab: Lab) -> Result:
     rows: list[dict[str, Any]] = []
     for name, defence in DEFENCES.items():
         settings = training(lab, "mnist", defence)
-        curves[name] = train_curve(settings, data, lab, _part(lab, len(rows), len(DEFENCES), name))
+        curves[name] = train_curve(settings, data, lab, lab.telling(name, len(rows), len(DEFENCES)))
         rows.append(
             {"defence": defence, "paper_name": name, "accuracy": rounded(curves[name].last),
              "lost_points": _points(curves[name].last, curves["FedAvg"].last) if rows else None,

@@ -132,12 +132,8 @@ def _trained(lab: Lab, modes: Mapping[str, int]) -> tuple[list[dict[str, Any]], 
         notes.append(_note(task, data))
         for mode, clients in modes.items():
             for defence in ("none", DEFENCE):
-                title, done = f"{task.paper}, {mode}", len(rows)
-
-                def tell(share: float, title: str = title, done: int = done) -> None:
-                    lab.progress((done + share) / total, title)
-
-                curve = train_curve(task, data, defence, clients, lab, tell)
+                title = f"{task.paper}, {mode}"
+                curve = train_curve(task, data, defence, clients, lab, lab.telling(title, len(rows), total))
                 curves.setdefault(title, {})[defence] = curve
                 rows.append(
                     {"task": task.paper, "training": mode, "defence": defence,
@@ -193,7 +189,7 @@ def table_3(lab: Lab) -> Result:
         notes.append(_note(task, data))
 
         def work(task: Task = task, data: Dataset = data, number: int = number) -> list[dict[str, Any]]:
-            return _keys_tried(lab, task, data, lambda share: lab.progress((number + share) / len(chosen), task.paper))
+            return _keys_tried(lab, task, data, lab.telling(task.paper, number, len(chosen)))
 
         rows += lab.once(task, work)
     notes.append(

@@ -163,7 +163,7 @@ def table_6(lab: Lab) -> Result:
         shown: dict[str, Tensor] = {}
         for name, spec in specs.items():
             for case, (defence, knows) in cases.items():
-                tell = _teller(lab, len(rows), total, f"{name} on {dataset}, {case}")
+                tell = lab.telling(f"{name} on {dataset}, {case}", len(rows), total)
                 found = attacked(lab, data, defence, spec, knows, targets=targets, tell=tell)
                 shown |= {"truth": found.truth, f"{name}, {case}": found.guess}
                 figures = {key: rounded(value) for key, value in figures_of(found, lab.data_root).items()}
@@ -201,7 +201,7 @@ def table_7(lab: Lab) -> Result:
         for spec in specs:
             shown: dict[str, Tensor] = {}
             for shared, (knows, move, paper) in SHARED.items():
-                tell = _teller(lab, len(rows), len(SHARED) * len(datasets) * len(specs), f"{dataset}, {shared}")
+                tell = lab.telling(f"{dataset}, {shared}", len(rows), len(SHARED) * len(datasets) * len(specs))
                 attack = f"{spec},adapt={move}"
                 found = attacked(lab, data, LOCKED, attack, knows, targets=targets, tell=tell)
                 shown |= {"truth": found.truth, shared: found.guess}
@@ -215,10 +215,6 @@ def table_7(lab: Lab) -> Result:
         "Section 4.4); it does, by one division.",
     ]
     return Result(rows, notes, pictures)
-
-
-def _teller(lab: Lab, number: int, total: int, doing: str) -> Callable[[float], None]:
-    return lambda share: lab.progress((number + share) / total, doing)
 
 
 def _notes(targets: int) -> list[str]:

@@ -1,7 +1,6 @@
 """Soteria (Sun et al. 2021): representation leakage, the trade-off of defences, and convergence."""
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -17,7 +16,6 @@ from gradveil.reproduce.convergence import Convergence, converge
 from gradveil.reproduce.representations import measure_representations
 from gradveil.reproduce.trainings import trained
 
-Tell = Callable[[float], None]
 GS_SHORT = "gs:iterations=120,sign=none,schedule=constant"
 GS_LONG = "gs:iterations={},sign=none,schedule=cosine,lr=0.3,tv=1e-6"
 
@@ -46,11 +44,8 @@ def table_1(lab: Lab) -> Result:
             save_rounds=tuple(range(1, rounds + 1)), seed=lab.seed,
         )  # fmt: skip
 
-        def progress(share: float, done: int = done, title: str = title) -> None:
-            lab.progress((done + share) / len(TABLE_1), title)
-
-        def correlations(settings: TrainSettings = settings, tell: Tell = progress) -> dict[str, str]:
-            found = measure_representations(settings, data, tell)
+        def correlations(settings: TrainSettings = settings, done: int = done, title: str = title) -> dict[str, str]:
+            found = measure_representations(settings, data, lab.telling(title, done, len(TABLE_1)))
             return {
                 "errors": found.mean(found.own, "errors"),
                 "errors_other_class": found.mean(found.other, "errors"),
@@ -206,13 +201,8 @@ def _accuracies(lab: Lab, dataset: str, defences: Iterable[str]) -> dict[str, fl
             dataset=dataset, model="lenet5", defence=ranked, clients=100, sampled=10, rounds=rounds, lr=0.01,
             partition=f"by-class:classes=2,per_class={per_class}", eval_every=rounds, seed=lab.seed,
         )  # fmt: skip
-        doing = f"training under {defence}"
-        found[defence] = trained(lab, settings, partial(_tell, lab, doing)).last("accuracy")
+        found[defence] = trained(lab, settings, lab.telling(f"training under {defence}")).last("accuracy")
     return found
-
-
-def _tell(lab: Lab, doing: str, share: float) -> None:
-    lab.progress(share, doing)
 
 
 PROBES = 32
