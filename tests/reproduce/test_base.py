@@ -59,6 +59,20 @@ def test_a_killed_experiment_goes_on_with_the_parts_that_are_missing(tmp_path):
     assert len(done) == 4
 
 
+def test_experiments_of_a_paper_share_their_parts_and_papers_do_not(tmp_path, monkeypatch):
+    done = []
+
+    def run(lab):
+        return Result([{"part": lab.once("part", lambda: done.append(lab.out.name))}])
+
+    tables = {name: Experiment("table", run) for name in ("1", "2")}
+    two = {name: Paper(name, "none", tables if name == "a" else {"3": tables["1"]}) for name in ("a", "b")}
+    monkeypatch.setattr("gradveil.reproduce.papers", lambda: two)
+    for paper in two:
+        reproduce(paper, out=tmp_path, scale="smoke")
+    assert done == ["1", "3"]
+
+
 def test_a_part_tells_of_its_share_of_the_whole(tmp_path):
     heard = []
     lab = Lab(tmp_path, "smoke", progress=lambda share, doing: heard.append((share, doing)))

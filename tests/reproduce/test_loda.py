@@ -41,7 +41,7 @@ def test_accuracy_is_of_what_was_learned():
     patterns = torch.rand(10, 3, 8, 8, generator=rng)
     images = (patterns[labels] + 0.1 * torch.rand(200, 3, 8, 8, generator=rng)).clamp(0, 1)
     batch = Batch(images, labels, torch.zeros(200) > 0)
-    scene = Scene(batch[:1], batch[:100], batch[100:], batch[:5])
+    scene = Scene("patterns", batch[:1], batch[:100], batch[100:], batch[:5])
     before = torch.get_rng_state()
     assert accuracy_under(Defence(), scene, "resnet20:width=4", 8, 0) > 0.7
     assert torch.equal(before, torch.get_rng_state())

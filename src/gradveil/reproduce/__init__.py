@@ -22,7 +22,7 @@ def papers() -> dict[str, Paper]:
 def reproduce(paper: str, table: str = "", *, out: Path, scale: str = "small", **lab: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - passed to Lab
     """Run one experiment of a paper, or all of them, each in a folder of its own below ``out``.
 
-    Finished ones are not run again. Returns a document an experiment: title, rows, notes.
+    Finished ones are not run again, nor what they have in common. Returns a document an experiment: title, rows, notes.
     """
     known = papers()
     if paper not in known:
@@ -32,4 +32,5 @@ def reproduce(paper: str, table: str = "", *, out: Path, scale: str = "small", *
         raise UnknownNameError(f"table of {paper}", table, chosen.experiments)
     one_of("scale", scale, SCALES)
     names = [table] if table else list(chosen.experiments)
-    return [run_experiment(chosen, name, Lab(out / name, scale, **lab)) for name in names]
+    parts = out / "parts" / paper
+    return [run_experiment(chosen, name, Lab(out / name, scale, parts=parts, **lab)) for name in names]

@@ -104,7 +104,7 @@ def early(lab: Lab) -> Result:
         def work(steps: int = steps) -> dict[str, float | None]:
             return _inverted(lab, dataset, _trained(lab, dataset, spec, steps), spec, private, public)
 
-        rows.append({"steps": steps} | lab.once((spec, steps, count), work))
+        rows.append({"steps": steps} | lab.once(("early", spec, steps, count), work))
     lab.progress(1.0, "done")
     notes = [
         f"{MODEL}, one CIFAR-10 image a gradient, labels known, policy 21-13-3+7-4-15, {count} images; 32 a step.",

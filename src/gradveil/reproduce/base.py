@@ -28,8 +28,8 @@ V = TypeVar("V")
 class Lab:
     """Where and how large an experiment is run.
 
-    An experiment is made of parts, as a training or an attack. Each is finished once: its result is kept in the folder
-    ``parts``, so that an experiment that was killed goes on with what is missing.
+    An experiment is made of parts, as a training or an attack. Each is finished once and its result kept, so that an
+    experiment that was killed goes on with what is missing, and those of one paper share what they have in common.
 
     Attributes:
         out: the experiment's own folder.
@@ -38,6 +38,7 @@ class Lab:
         data_root: where data sets are looked for.
         workers: processes; None is one a core.
         progress: called with the share that is done and what is being done.
+        parts: where the results of finished parts are kept; None is a folder of the experiment's own.
     """
 
     out: Path
@@ -46,6 +47,7 @@ class Lab:
     data_root: Path | None = None
     workers: int | None = None
     progress: Callable[[float, str], None] = lambda share, doing: None
+    parts: Path | None = None
 
     def pick(self, smoke: V, small: V, full: V) -> V:
         """The value for this scale."""
@@ -59,7 +61,7 @@ class Lab:
         """What ``work`` gives, or gave before for the same part.
 
         Args:
-            part: all that the result depends on beside the lab; its `repr` tells parts apart.
+            part: what it is, and all that it depends on beside the lab; its `repr` tells a paper's parts apart.
             work: gives what JSON holds: numbers, texts, lists, and dicts with texts as keys.
         """
         path = self._part(part).with_suffix(".json")
@@ -83,7 +85,7 @@ class Lab:
     def _part(self, part: object) -> Path:
         """The file of a part, without its ending; other versions, scales, seeds and data have other files."""
         facts = repr((version("gradveil"), self.scale, self.seed, str(self.data_root), part))
-        return self.out / "parts" / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        return (self.parts or self.out / "parts") / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ def _attacked(lab: Lab, plan: Plan, case: Case, telling: Telling) -> dict[tuple[
             defence = with_steps(plan.defences[name], size.steps)
             attack = plan.attack.format(size.iterations)
             work = partial(_guess, case, defence, attack, adaptive=knows, seed=lab.seed)
-            found[name, knows] = lab.tensors_once((plan.task, plan.by_class, defence, attack, knows), work)["guess"]
+            part = ("attack", plan.task, plan.by_class, defence, attack, knows)
+            found[name, knows] = lab.tensors_once(part, work)["guess"]
             tell(1.0)
     return found
 

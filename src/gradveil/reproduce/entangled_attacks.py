@@ -94,7 +94,7 @@ def figure_6(lab: Lab) -> Result:
         with _told(lab, f"{task}, {model}, {name}{', adaptive' if adaptive else ''}"), part(number, len(cells)):
             case, attack = cases[task, model], GS[task].format(iterations)
             work = partial(_guesses, case, build_defence(DEFENCES[name]), attack, adaptive, lab.seed)
-            found[cell] = Trials(**lab.tensors_once((cell, DEFENCES[name], attack, targets), work))
+            found[cell] = Trials(**lab.tensors_once(("figure 6", cell, DEFENCES[name], attack, targets), work))
             tell(1.0)
     rows = [
         {"dataset": sets[task].name, "model": model, "defence": DEFENCES[name],
@@ -257,7 +257,7 @@ def figure_5b(lab: Lab) -> Result:
     for number, (name, defence) in enumerate(DEFENCES.items()):
         with _told(lab, f"membership under {name}"), part(number, len(DEFENCES)):
             settings = training(lab, "mnist", defence)
-            every = lab.once((settings, attack), partial(_memberships, settings, attack, data, lab))
+            every = lab.once(("membership", settings, attack), partial(_memberships, settings, attack, data, lab))
             tell(1.0)
         found = [figures for figures in every if figures["auc"] is not None]
         curves[name] = [(figures["round"], figures["auc"]) for figures in found]

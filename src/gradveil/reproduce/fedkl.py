@@ -191,7 +191,7 @@ def table_3(lab: Lab) -> Result:
         def work(task: Task = task, data: Dataset = data, number: int = number) -> list[dict[str, Any]]:
             return _keys_tried(lab, task, data, lab.telling(task.paper, number, len(chosen)))
 
-        rows += lab.once(task, work)
+        rows += lab.once(("keys", task), work)
     notes.append(
         "Accuracy in percent of the global model. `own key, own lock` is the paper's `Client`; `another's key` keeps "
         "the client's own lock (mean over the other clients); `random key, own lock` likewise; `random` has both at "

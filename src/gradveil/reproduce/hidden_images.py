@@ -64,8 +64,9 @@ def sizes_of(lab: Lab) -> Sizes:
 
 
 class Scene(NamedTuple):
-    """The private images that are attacked, those that are learned from and tested on, and public ones."""
+    """A data set's private images that are attacked, those that are learned from and tested on, and public ones."""
 
+    name: str
     private: Batch
     learn: Batch
     test: Batch
@@ -79,6 +80,7 @@ def make_scene(lab: Lab, dataset: Dataset) -> Scene:
     private, learn = order[: sizes.targets], order[sizes.targets :][: sizes.learn]
     count = len(dataset.test)
     return Scene(
+        dataset.name,
         _batch(dataset.train, private.numpy()),
         _batch(dataset.train, learn.numpy()),
         _batch(dataset.test, np.arange(min(sizes.test, count - PUBLIC))),
@@ -109,11 +111,23 @@ def loda_spec(lab: Lab, layers: str, c: float) -> str:
 
 def _guessed(lab: Lab, scene: Scene, defence: Defence, tv: float) -> tuple[Reconstruction, Observation]:
     """What gradient inversion finds of single encodings of the private images, and what was seen."""
+    sizes, seen = sizes_of(lab), _gradients(lab, scene, defence)
+    attack = Gs(iterations=sizes.iterations, tv=tv, sign="none", schedule="cosine", lr=0.1)
+
+    def work() -> Tensors:
+        found = attack.run(seen, stream(lab.seed, "loda", "gs"))
+        return {name: getattr(found, name) for name in ("images", "labels", "loss", "converged")}
+
+    return Reconstruction(**lab.tensors_once(("inverted", scene.name, defence.spec, attack.spec), work)), seen
+
+
+def _gradients(lab: Lab, scene: Scene, defence: Defence) -> Observation:
+    """What the server has of the private images: a gradient of each encoding."""
     sizes, mixes = sizes_of(lab), isinstance(defence, Mixup)
     network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed).eval()
     count = len(scene.private)
     clients = [scene.private] if mixes else [scene.private[slice(i, i + 1)] for i in range(count)]
-    seen = observe(
+    return observe(
         network,
         clients,
         threat=ThreatModel.of("labels", "num-examples", "defence", "public-data"),
@@ -125,8 +139,6 @@ def _guessed(lab: Lab, scene: Scene, defence: Defence, tv: float) -> tuple[Recon
         aux=scene.public,
         seed=lab.seed,
     )
-    attack = Gs(iterations=sizes.iterations, tv=tv, sign="none", schedule="cosine", lr=0.1)
-    return attack.run(seen, stream(lab.seed, "loda", "gs")), seen
 
 
 def decoder_of(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder | None:
@@ -153,7 +165,7 @@ def figures_under(
             found = decoder.decode(found, seen, stream(lab.seed, "loda", "decode"))
         return {"guesses": _paired(truth, found.images.flatten(0, 1), mixed=isinstance(defence, Mixup))}
 
-    guesses = lab.tensors_once(("attack", spec, tv, adaptive), work)["guesses"]
+    guesses = lab.tensors_once(("attack", scene.name, spec, tv, adaptive), work)["guesses"]
     figures, _ = score_targets(truth[:, None], guesses[:, None], lab.data_root)
     return [dict(each) for each in figures], guesses
 
@@ -203,15 +215,28 @@ def accuracy_under(defence: Defence, scene: Scene, model: str, epochs: int, seed
     return sum(part.correct for part in parts) / images
 
 
-def learned(lab: Lab, scene: Scene, spec: str) -> float | None:
-    """Accuracy at the lab's scale; pruning is of every step's gradient there."""
+def learned(lab: Lab, scene: Scene, spec: str, model: str = "") -> float | None:
+    """Accuracy of the lab's network, or another; pruning is of every step's gradient there."""
     sizes = sizes_of(lab)
-    trained = spec.replace("prune:", "prune:where=gradient,")
+    model = model or sizes.model
+    spec = spec.replace("prune:", "prune:where=gradient,")
 
     def work() -> float | None:
-        return rounded(accuracy_under(build_defence(trained), scene, sizes.model, sizes.epochs, lab.seed))
+        defence, images = build_defence(spec), scene
+        if isinstance(defence, Loda):  # obscured once, for all networks
+            images, defence = scene._replace(learn=_obscured(lab, scene, defence)), Defence()
+        return rounded(accuracy_under(defence, images, model, sizes.epochs, lab.seed))
 
-    return lab.once(("accuracy", trained), work)
+    return lab.once(("accuracy", scene.name, spec, model), work)
+
+
+def _obscured(lab: Lab, scene: Scene, loda: Loda) -> Batch:
+    """The images that are learned from, as LODA makes them."""
+
+    def work() -> Tensors:
+        return {"images": loda.on_data(scene.learn, device(lab, scene)).images}
+
+    return replace(scene.learn, images=lab.tensors_once(("obscured", scene.name, loda.spec), work)["images"])
 
 
 def device(lab: Lab, scene: Scene) -> Client:

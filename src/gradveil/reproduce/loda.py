@@ -1,22 +1,20 @@
 """LODA (Wan et al. 2022): obscured images against pruning, Mixup and InstaHide, and the attacks that decode them."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from gradveil.attacks.encodings import Encodings
 from gradveil.data import load_dataset
-from gradveil.defences import Defence, build_defence
+from gradveil.defences import build_defence
 from gradveil.defences.mixup import Mixup
 from gradveil.metrics import align, score_targets
 from gradveil.randomness import stream
-from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded
+from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines
 from gradveil.reproduce.hidden_images import (
     ATTACKED,
     NOWHERE,
     Scene,
-    accuracy_under,
     decoder_of,
     device,
     figures_under,
@@ -27,7 +25,6 @@ from gradveil.reproduce.hidden_images import (
     sizes_of,
     summary,
 )
-from gradveil.types import Tensors
 
 RIVALS = {
     "no defence": "none", "GradPruning p=0.9": "prune:fraction=0.9", "GradPruning p=0.99": "prune:fraction=0.99",
@@ -136,7 +133,7 @@ def _weights(lab: Lab, name: str, paper: Mapping[int, tuple[float, float]]) -> R
     for done, c in enumerate(more):
         lab.progress(done / len(more), f"c = {c}")
         spec = loda_spec(lab, VARIANTS[name][0], c)
-        figures = summary(lab.once(("obscured", spec), partial(_obscured, lab, scene, spec)))
+        figures = summary(lab.once(("likeness", spec), partial(_likeness, lab, scene, spec)))
         accuracy, psnr = paper.get(c, (None, None))
         own = {"c": c, "accuracy": learned(lab, scene, spec), "paper_accuracy": accuracy}
         rows.append(own | figures | {"paper_psnr": psnr})
@@ -145,7 +142,7 @@ def _weights(lab: Lab, name: str, paper: Mapping[int, tuple[float, float]]) -> R
     return Result(rows, [*notes, *_notes(lab, adaptive=False)[1:3]])
 
 
-def _obscured(lab: Lab, scene: Scene, spec: str) -> list[dict[str, Any]]:
+def _likeness(lab: Lab, scene: Scene, spec: str) -> list[dict[str, Any]]:
     """The figures of the obscured images themselves."""
     obscured = build_defence(spec).on_data(scene.private, device(lab, scene)).images
     figures, _ = score_targets(scene.private.images[:, None], obscured[:, None], lab.data_root)
@@ -169,26 +166,11 @@ def table_7(lab: Lab) -> Result:
         ("resnet18:width=16", "resnet34:width=16", "convnet:width=32"),
         ("resnet18", "resnet34", "vgg16", "densenet121"),
     )
-    scene, epochs = make_scene(lab, load_dataset("cifar10", lab.data_root)), sizes_of(lab).epochs
-    rows = []
+    scene, rows = make_scene(lab, load_dataset("cifar10", lab.data_root)), []
     for done, (name, paper) in enumerate(TABLE_7.items()):
         lab.progress(done / len(TABLE_7), name)
-
-        def learn(name: str = name) -> Tensors:  # obscured once, for all networks
-            data = scene.learn
-            if name in VARIANTS:
-                data = build_defence(loda_spec(lab, *VARIANTS[name])).on_data(data, device(lab, scene))
-            return {"images": data.images}
-
-        images = lab.tensors_once(("learned from", name), learn)["images"]
-        obscured = scene._replace(learn=replace(scene.learn, images=images))
-        found = {
-            model: lab.once(
-                (name, model, epochs), partial(accuracy_under, Defence(), obscured, model, epochs, lab.seed)
-            )
-            for model in models
-        }
-        rows.append({"data": name, **{model: rounded(value) for model, value in found.items()}, "paper": paper})
+        spec = loda_spec(lab, *VARIANTS[name]) if name in VARIANTS else "none"
+        rows.append({"data": name, **{model: learned(lab, scene, spec, model) for model in models}, "paper": paper})
     lab.progress(1.0, "done")
     order = "The paper's are ResNet18, ResNet34, VGG16 and DenseNet121."
     return Result(rows, [order, *_notes(lab, adaptive=False)[1:3]])
@@ -203,7 +185,7 @@ def from_encodings(lab: Lab) -> Result:
     rows = []
     for done, (name, spec) in enumerate(specs.items()):
         lab.progress(done / len(specs), name)
-        rows.append({"defence": name} | lab.once(spec, partial(_decoded, lab, scene, spec)))
+        rows.append({"defence": name} | lab.once(("decoded", spec), partial(_decoded, lab, scene, spec)))
     lab.progress(1.0, "done")
     notes = [
         "The attacker was given the encodings, as Carlini et al. were, and knew the defence and public test images, "

@@ -54,7 +54,9 @@ def table_1(lab: Lab) -> Result:
                 "classes_exact": f"{sum(found.exact) / len(found.exact):.0%}",
             }
 
-        rows.append({"training": title, "paper_fc1_fc2_fc3": paper} | lab.once(settings, correlations))
+        rows.append(
+            {"training": title, "paper_fc1_fc2_fc3": paper} | lab.once(("representations", settings), correlations)
+        )
     notes = [
         f"CIFAR-10, 100 devices, 10 a round, SGD 0.01, the first {rounds} rounds (the paper: 200). Its network is in "
         "an appendix that the published version lacks; lenet5 has as many fully connected layers.",
@@ -300,7 +302,7 @@ def _converge(lab: Lab, epochs: int, sampled: int, rounds: int, mu: float, defen
         with Simulation(settings, data_root=lab.data_root, workers=0) as simulation:
             return converge(simulation, perturbation=0 if defence == "none" else PERTURBATION)
 
-    return Convergence(*lab.once(settings, work))
+    return Convergence(*lab.once(("convergence", settings), work))
 
 
 PAPER = Paper(
