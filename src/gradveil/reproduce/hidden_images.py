@@ -118,7 +118,8 @@ def _guessed(lab: Lab, scene: Scene, defence: Defence, tv: float) -> tuple[Recon
         found = attack.run(seen, stream(lab.seed, "loda", "gs"))
         return {name: getattr(found, name) for name in ("images", "labels", "loss", "converged")}
 
-    return Reconstruction(**lab.tensors_once(("inverted", scene.name, defence.spec, attack.spec), work)), seen
+    found = lab.tensors_once(("inverted", scene.name, defence.spec, attack.spec), work)
+    return Reconstruction(found["images"], found["labels"], found["loss"], found["converged"]), seen
 
 
 def _gradients(lab: Lab, scene: Scene, defence: Defence) -> Observation:
