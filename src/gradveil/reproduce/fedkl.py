@@ -60,6 +60,7 @@ def tasks(lab: Lab) -> list[Task]:
     small = [
         Task("mnist-5k", "lenet5", None, 30, "LeNet MNIST"),
         Task("cifar10", "resnet20", (3000, 1000), 10, "ResNet-20 C-10"),
+        Task("cifar10", "resnet32", (3000, 1000), 10, "ResNet-32 C-10"),
     ]
     return lab.pick([Task("mnist-5k", "lenet5", (600, 300), 3, "LeNet MNIST")], small, full)
 
