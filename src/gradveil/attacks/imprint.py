@@ -26,8 +26,8 @@ from gradveil.attacks.parts.analytic import (
     strong,
     two_linears,
 )
-from gradveil.attacks.parts.space import Space
 from gradveil.errors import ConfigError
+from gradveil.models.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
 

@@ -17,8 +17,8 @@ from gradveil.attacks.parts.chains import (
     least_squares,
     weight_matrix,
 )
-from gradveil.attacks.parts.space import Space
 from gradveil.errors import ConfigError
+from gradveil.models.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
 
 

@@ -12,9 +12,9 @@ from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.optimisers import BatchedAdam, Closure
 from gradveil.attacks.parts.priors import total_variation
 from gradveil.attacks.parts.representations import ROWS, class_representations, inputs_of, linear_chain
-from gradveil.attacks.parts.space import Space
 from gradveil.attacks.parts.starts import begin
 from gradveil.errors import UnknownNameError
+from gradveil.models.space import Space
 from gradveil.progress import part, tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradveil.defences.base import Arrived, Client, Countermove, Defence
 from gradveil.errors import DefenceError
 from gradveil.grads import example_gradients, gradients_and_outputs
-from gradveil.models.base import Normalisation, normalisation_of
+from gradveil.models.space import Space
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
 
@@ -139,31 +139,33 @@ class Dcs2(Defence):
 
     def _search(self, network: nn.Module, sensitive: Batch, begun: Tensor, labels: Tensor) -> Tensor:
         """Eq. 9 for some images at once, in normalised pixels; returns pixels."""
-        space = _Pixels.of(network, begun)
-        truth = space.normal(sensitive.images)
+        space = _space(network, begun)
+        truth = space.from_pixels(sensitive.images)
         wanted = _flat(example_gradients(network, sensitive.images, sensitive.labels))
         with torch.no_grad():
             logits = network(sensitive.images)
-        concealed, going = space.normal(begun), torch.ones(len(begun), dtype=torch.bool, device=begun.device)
+        concealed, going = space.from_pixels(begun), torch.ones(len(begun), dtype=torch.bool, device=begun.device)
         first, second = torch.zeros_like(concealed), torch.zeros_like(concealed)
         for step in range(1, self.steps + 1):
             rows = going.nonzero()[:, 0]
             leaf = concealed[rows].requires_grad_()
-            loss = self._loss(network, space.pixels(leaf), labels[rows], leaf - truth[rows], wanted[rows], logits[rows])
+            loss = self._loss(
+                network, space.to_pixels(leaf), labels[rows], leaf - truth[rows], wanted[rows], logits[rows]
+            )
             slope = torch.autograd.grad(loss.sum(), leaf)[0]
             first[rows] = 0.9 * first[rows] + 0.1 * slope
             second[rows] = 0.999 * second[rows] + 0.001 * slope.square()
             rate = self.lr * 0.1 ** sum(step > share * self.steps for share in _DECAYS)
             spread = (second[rows] / (1 - 0.999**step)).sqrt() + 1e-8
             moved = leaf.detach() - rate * first[rows] / (1 - 0.9**step) / spread
-            concealed[rows] = space.boxed(moved) if self.box else moved
+            concealed[rows] = space.box(moved) if self.box else moved
             if self.far:
                 going = going & ((concealed - truth).flatten(1).norm(dim=1) <= self.far)
                 if not bool(going.any()):
                     break
         if not bool(concealed.isfinite().all()):
             raise DefenceError("Defence 'dcs2' found no finite concealed sample. Lower lr, or the learning rate.")
-        return space.pixels(concealed)
+        return space.to_pixels(concealed)
 
     def _loss(
         self, network: nn.Module, pixels: Tensor, labels: Tensor, away: Tensor, wanted: Tensor, logits: Tensor
@@ -195,37 +197,15 @@ class Dcs2(Defence):
         if self.start == "aux" and pool is None:
             raise DefenceError("Defence 'dcs2' with start=aux needs public images, got none. Give --aux.")
         if self.start == "noise" or pool is None or not len(pool):
-            space = _Pixels.of(client.model, images)
+            space = _space(client.model, images)
             noise = torch.randn(images.shape, generator=rng).to(images)
-            begun = space.pixels(noise)
+            begun = space.to_pixels(noise)
             labels = torch.randint(num_classes, (len(images),), generator=rng).to(images.device)
         else:
             drawn = pool[torch.randint(len(pool), (len(images),), generator=rng).to(pool.images.device)]
             begun, labels = drawn.images.to(images), drawn.labels
         mixed = 0.7 * begun + 0.3 * images if self.start == "mixup" else begun
         return Batch(mixed, _probabilities(labels, num_classes).to(images), sensitive.sensitive)
-
-
-class _Pixels(NamedTuple):
-    """Between pixels in [0, 1] and what the network's first layer sees."""
-
-    mean: Tensor
-    std: Tensor
-
-    @staticmethod
-    def of(network: nn.Module, like: Tensor) -> "_Pixels":
-        channels = like.shape[1]
-        found = normalisation_of(network) or Normalisation((0.0,) * channels, (1.0,) * channels)
-        return _Pixels(like.new_tensor(found.mean).view(-1, 1, 1), like.new_tensor(found.std).view(-1, 1, 1))
-
-    def normal(self, pixels: Tensor) -> Tensor:
-        return (pixels - self.mean) / self.std
-
-    def pixels(self, normal: Tensor) -> Tensor:
-        return normal * self.std + self.mean
-
-    def boxed(self, normal: Tensor) -> Tensor:
-        return self.normal(self.pixels(normal).clamp(0, 1))
 
 
 def projected(gradient: Tensors, reference: Tensors, margin: float = 0.0) -> dict[str, Tensor]:
@@ -244,6 +224,11 @@ def projected(gradient: Tensors, reference: Tensors, margin: float = 0.0) -> dic
         return dict(gradient)
     share = max(margin, -product / size)
     return {name: tensor + share * reference[name] for name, tensor in gradient.items()}
+
+
+def _space(network: nn.Module, images: Tensor) -> Space:
+    channels, height, width = images.shape[1:]
+    return Space(network, (channels, height, width), images)
 
 
 def _flat(gradients: Tensors) -> Tensor:

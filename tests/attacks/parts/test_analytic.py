@@ -23,10 +23,10 @@ from gradveil.attacks.parts.analytic import (
     supported,
     two_linears,
 )
-from gradveil.attacks.parts.space import Space
 from gradveil.errors import ConfigError
 from gradveil.models import create_model
 from gradveil.models.base import Normalisation
+from gradveil.models.space import Space
 from gradveil.types import Batch
 from tests.attacks.scene import scene
 

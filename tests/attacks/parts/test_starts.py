@@ -3,10 +3,10 @@ import pytest
 import torch
 from PIL import Image
 
-from gradveil.attacks.parts.space import Space
 from gradveil.attacks.parts.starts import begin
 from gradveil.errors import ConfigError, ThreatModelError, UnknownNameError
 from gradveil.models import Normalisation, create_model
+from gradveil.models.space import Space
 from gradveil.observe import observe
 from gradveil.threat import ThreatModel
 from gradveil.types import Batch

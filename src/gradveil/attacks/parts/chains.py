@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.attacks.parts.space import Space
 from gradveil.errors import ConfigError
+from gradveil.models.space import Space
 
 INVERSES: dict[type[nn.Module], Callable[[Tensor, nn.Module], Tensor]] = {
     nn.LeakyReLU: lambda out, act: torch.where(out < 0, out / act(-torch.ones_like(out)).neg(), out),

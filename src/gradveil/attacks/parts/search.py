@@ -15,12 +15,12 @@ from gradveil.attacks.parts.makers import Maker
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.optimisers import Closure
 from gradveil.attacks.parts.priors import batch_norm_distance, group_consistency, squared_norm, total_variation
-from gradveil.attacks.parts.space import Space
 from gradveil.attacks.parts.starts import begin
 from gradveil.attacks.parts.statistics import Statistics, watched
 from gradveil.defences.base import Countermove
 from gradveil.errors import ConfigError
 from gradveil.grads import example_gradients
+from gradveil.models.space import Space
 from gradveil.threat import Observation
 from gradveil.types import Tensors
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradveil.attacks.parts.space import Space
 from gradveil.data.pictures import PICTURE_ENDINGS, read_pictures
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.models.space import Space
 from gradveil.threat import Observation
 
 STARTS = ("normal", "uniform", "patterned", "grey", "class-average", "public")

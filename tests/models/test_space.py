@@ -1,7 +1,7 @@
 import torch
 
-from gradveil.attacks.parts.space import Space
 from gradveil.models import Normalisation, create_model
+from gradveil.models.space import Space
 
 
 def space():
