@@ -1,4 +1,4 @@
-"""A variational bottleneck, its loss, and the two ways around it."""
+"""A variational bottleneck, its loss, and the ways around it."""
 
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from gradveil.attacks.parts.adaptive import countermoves
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.client import LocalSettings
 from gradveil.defences import Client, build_defence
+from gradveil.defences.base import Arrived
 from gradveil.defences.precode import Bottleneck, divergence
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
@@ -129,19 +130,38 @@ def test_a_first_layer_gives_the_image_whatever_comes_behind():
 
 def test_leaving_out_the_bottleneck_or_searching_what_was_drawn_goes_around_it():
     found = {}
-    for adapt in ("none", "joint", "omit"):
+    for adapt in ("none", "solved", "joint", "omit"):
         truth, seen = seen_by("defence")
         attack = build_attack(f"gs:iterations=150,sign=none,schedule=cosine,lr=0.3,tv=1e-6,adapt={adapt}")
         result = attack(seen, torch.Generator().manual_seed(0))
         found[adapt] = float(psnr(truth[:, 0], result.images[:, 0]).mean())
+    assert found["solved"] > 25, found
     assert found["joint"] > found["none"] + 3, found
     assert found["omit"] > found["none"] + 1, found
+
+
+def test_what_was_drawn_is_two_divisions_away():
+    defence, batch = build_defence("precode:size=5,beta=0.3"), some(1)
+    network = make("precode:size=5,beta=0.3").double().train()
+    batch = replace(batch, images=batch.images.double())
+    parameters = dict(network.named_parameters())
+    torch.manual_seed(7)
+    drawn = torch.randn(1, 5, dtype=torch.float64)
+    torch.manual_seed(7)
+    loss = nn.functional.cross_entropy(network(batch.images), batch.labels)
+    gradient = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    sent = defence.on_gradient(gradient, batch, Client(0, 1, network, {}, batch, {}, {}, torch.Generator()))
+    arrived = Arrived({name: tensor[None] for name, tensor in sent.items()}, [1.0], network=network)
+    found = defence.adaptive(arrived)["solved"].outputs["fc.precode.noise"]
+    assert torch.allclose(found, drawn, atol=1e-9)
+    assert "solved" not in defence.adaptive(replace(arrived, steps=[1.0, 1.0]))
+    assert "solved" not in defence.adaptive(replace(arrived, batch_size=2))
 
 
 def test_the_countermoves_name_the_bottleneck_and_what_follows():
     _, seen = seen_by("defence")
     moves = countermoves(seen)
-    assert list(moves) == ["joint", "omit"]
+    assert list(moves) == ["solved", "joint", "omit"]
     assert set(moves["omit"].weights) == {name for name in seen.updates if name.startswith("fc.")}
     assert set(moves["omit"].weights.values()) == {0.0}
     assert moves["joint"].unknowns["fc.precode.noise"](3, torch.Generator()).shape == (3, 16)

@@ -38,12 +38,14 @@ class Precode(Defence):
     the mean. The second term does not depend on what was drawn, so its gradient is taken in a pass of its own.
 
     Threat model: a curious server that matches whole gradients.
-    Does not protect: against a server that leaves the bottleneck and what follows out of the match, or searches what
-        was drawn with the image; nor where the network begins with a fully connected layer, whose gradients give the
+    Does not protect: a single image from a server that reads what was drawn off the bottleneck's own gradients, by
+        two divisions; from one that leaves the bottleneck and what follows out of the match, or searches what was
+        drawn with the image; nor where the network begins with a fully connected layer, whose gradients give the
         image by a division, whatever comes behind (`linear`).
     Guarantee: none.
     Reference: Scheliga et al. 2022, https://arxiv.org/abs/2108.04725, Section 3; both breaks: Balunovic et al. 2022,
-        https://arxiv.org/abs/2111.04706, and Scheliga et al. 2022, https://arxiv.org/abs/2208.04767.
+        https://arxiv.org/abs/2111.04706, and Scheliga et al. 2022, https://arxiv.org/abs/2208.04767; the
+        divisions are this package's own.
     Differs from the paper: nothing is drawn in evaluation, so that test figures and guesses of an attacker who plays
         the client again are repeatable; the second term costs a second pass through the network here.
 
@@ -93,9 +95,10 @@ class Precode(Defence):
         return {name: tensor + added[name] if name in added else tensor for name, tensor in gradient.items()}
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Search what was drawn with a single image: ``joint``; or leave out the bottleneck and what follows: ``omit``.
+        """For a single image work out what was drawn: ``solved``, or search it with the image: ``joint``.
 
-        Both know the second term of the loss.
+        For any number of images leave out the bottleneck and what follows: ``omit``. All know the second term of the
+        loss.
         """
         names = list(arrived.gradients)
         first = next((number for number, name in enumerate(names) if _NAME in name.split(".")), len(names))
@@ -104,7 +107,15 @@ class Precode(Defence):
         omit = Countermove(weights=dict.fromkeys(names[first:], 0.0), penalties=penalties)
         if arrived.batch_size > 1 or not block:
             return {"omit": omit}
-        return {"joint": Countermove(unknowns={f"{block}.noise": self._draws}, penalties=penalties), "omit": omit}
+        joint = Countermove(unknowns={f"{block}.noise": self._draws}, penalties=penalties)
+        if arrived.network is None or len(arrived.steps) > 1:
+            return {"joint": joint, "omit": omit}
+        drawn = _drawn(arrived.network.get_submodule(block), block, arrived.gradients)
+        return {
+            "solved": Countermove(outputs={f"{block}.noise": drawn}, penalties=penalties),
+            "joint": joint,
+            "omit": omit,
+        }
 
     def _draws(self, rows: int, rng: torch.Generator) -> Tensor:
         return torch.randn(rows, self.size, generator=rng)
@@ -144,6 +155,25 @@ def divergence(encoded: Tensor) -> Tensor:
     mean, raw = encoded.chunk(2, -1)
     spread = F.softplus(raw)
     return (mean.square() + spread.square() - 1 - 2 * spread.log()).sum(-1) / (2 * math.log(2))
+
+
+def _drawn(bottleneck: nn.Module, name: str, gradients: Tensors) -> Tensor:
+    r"""(T, k) what each client drew for its only image.
+
+    A Linear's gradients are :math:`\delta x^T` and :math:`\delta`, so the inputs of encoder and decoder are quotients of
+    theirs, r and z, and :math:`\epsilon = (z - \mu(r)) / \sigma(r)`. The second term of the loss changes the encoder's
+    error, not its input.
+    """
+    features, mixed = (_input(gradients, f"{name}.{layer}") for layer in ("encoder", "decoder"))
+    encoded: Tensor = bottleneck.get_submodule("encoder")(features)
+    mean, raw = encoded.detach().chunk(2, -1)
+    return ((mixed - mean) / F.softplus(raw)).nan_to_num()
+
+
+def _input(gradients: Tensors, name: str) -> Tensor:
+    """(T, features) that a Linear saw of a single image, by least squares over its outputs."""
+    weight, bias = gradients[f"{name}.weight"], gradients[f"{name}.bias"]
+    return torch.einsum("toi,to->ti", weight, bias) / bias.square().sum(1, keepdim=True)
 
 
 def _weighted_divergence(beta: float, encoded: Tensor) -> Tensor:
