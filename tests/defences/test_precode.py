@@ -128,7 +128,7 @@ def test_a_first_layer_gives_the_image_whatever_comes_behind():
     assert psnr(truth[:, 0], result.images[:, 0]).min() > 60
 
 
-def test_leaving_out_the_bottleneck_or_searching_what_was_drawn_goes_around_it():
+def test_knowing_searching_or_leaving_out_what_was_drawn_goes_around_it():
     found = {}
     for adapt in ("none", "solved", "joint", "omit"):
         truth, seen = seen_by("defence")

@@ -144,6 +144,12 @@ class Arrived:
     secrets: Sequence[Tensors] = ()
     secret_changes: Sequence[Tensors] = ()
 
+    @property
+    def even_weights(self) -> dict[str, float]:
+        """One over each tensor's norm, so that small ones are heard beside large ones in a match."""
+        norms = {name: float(tensor.flatten(1).norm(dim=1).mean()) for name, tensor in self.gradients.items()}
+        return {name: 1 / norm for name, norm in norms.items() if norm > 0}
+
 
 class Releases(NamedTuple):
     """What one client gives away over a whole training, as far as differential privacy counts it.

@@ -122,10 +122,9 @@ class Fedkl(Defence):
         restarts help. Tensors count by one over their norm, so that the convolutions' are heard beside the last layer.
         """
         locks = dict(_key_locks(arrived.network)) if arrived.network is not None else {}
-        norms = {name: float(g.flatten(1).norm(dim=1).mean()) for name, g in arrived.gradients.items()}
         joint = Countermove(
             unknowns={name: partial(self._guesses, lock) for name, lock in locks.items()},
-            weights={name: 1 / norm for name, norm in norms.items() if norm > 0},
+            weights=arrived.even_weights,
         )
         names = {name.rpartition(".")[2] for each in arrived.secrets for name in each}
         if not names & {"key", "weight"}:

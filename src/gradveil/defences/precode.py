@@ -98,7 +98,7 @@ class Precode(Defence):
         """For a single image work out what was drawn: ``solved``, or search it with the image: ``joint``.
 
         For any number of images leave out the bottleneck and what follows: ``omit``. All know the second term of the
-        loss.
+        loss. In the first all tensors count alike, so that the convolutions' are heard beside the bottleneck's.
         """
         names = list(arrived.gradients)
         first = next((number for number, name in enumerate(names) if _NAME in name.split(".")), len(names))
@@ -111,11 +111,8 @@ class Precode(Defence):
         if arrived.network is None or len(arrived.steps) > 1:
             return {"joint": joint, "omit": omit}
         drawn = _drawn(arrived.network.get_submodule(block), block, arrived.gradients)
-        return {
-            "solved": Countermove(outputs={f"{block}.noise": drawn}, penalties=penalties),
-            "joint": joint,
-            "omit": omit,
-        }
+        solved = Countermove(outputs={f"{block}.noise": drawn}, weights=arrived.even_weights, penalties=penalties)
+        return {"solved": solved, "joint": joint, "omit": omit}
 
     def _draws(self, rows: int, rng: torch.Generator) -> Tensor:
         return torch.randn(rows, self.size, generator=rng)
@@ -160,9 +157,9 @@ def divergence(encoded: Tensor) -> Tensor:
 def _drawn(bottleneck: nn.Module, name: str, gradients: Tensors) -> Tensor:
     r"""(T, k) what each client drew for its only image.
 
-    A Linear's gradients are :math:`\delta x^T` and :math:`\delta`, so the inputs of encoder and decoder are quotients of
-    theirs, r and z, and :math:`\epsilon = (z - \mu(r)) / \sigma(r)`. The second term of the loss changes the encoder's
-    error, not its input.
+    A Linear's gradients are :math:`\delta x^T` and :math:`\delta`, so what encoder and decoder saw, r and z, are
+    quotients of theirs, and :math:`\epsilon = (z - \mu(r)) / \sigma(r)`. The second term of the loss changes the
+    encoder's error, not its input.
     """
     features, mixed = (_input(gradients, f"{name}.{layer}") for layer in ("encoder", "decoder"))
     encoded: Tensor = bottleneck.get_submodule("encoder")(features)
