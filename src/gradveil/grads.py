@@ -28,10 +28,6 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Takes outputs (N, classes) and labels; returns one loss an example, (N,)."""
 
 
-_BACKWARD_COST = 2
-"""What a product with the Jacobian costs backward, in products forward (2.6 measured on lenet-dlg)."""
-
-
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of each example; labels are classes (N,) or probabilities (N, classes)."""
     return F.cross_entropy(outputs, labels, reduction="none")
@@ -307,12 +303,13 @@ def jacobian_row_norms(
     probes: int = 0,
     rng: torch.Generator | None = None,
     chunk: int = 64,
+    forward: bool = False,
 ) -> Tensor:
     r"""For each example n and feature i the norm :math:`\|\partial f_i(x_n) / \partial x_n\|_p`, shape (N, features).
 
-    Exact by batched backward passes, one a feature, or by forward passes, one a number of the input, whichever is
-    cheaper; or, for the Euclidean norm, estimated for all features at once by ``probes`` forward-mode products with
-    Gaussian v, since :math:`E[(Jv)_i^2] = \|J_i\|_2^2`. The estimate's relative standard deviation is about
+    Exact by batched backward passes, one a feature, or by ``forward`` ones, one a number of the input; or, for the
+    Euclidean norm, estimated for all features at once by ``probes`` forward-mode products with Gaussian v, since
+    :math:`E[(Jv)_i^2] = \|J_i\|_2^2`. The estimate's relative standard deviation is about
     :math:`1 / \sqrt{2\,\text{probes}}`.
 
     Args:
@@ -322,14 +319,15 @@ def jacobian_row_norms(
         probes: 0 is exact.
         rng: needed for probes; a CPU generator.
         chunk: products taken together.
+        forward: whether exact norms come by forward passes, where the network knows them.
     """
     if probes:
         return _estimated_row_norms(function, inputs.detach(), order, probes, rng, chunk)
     leaf = inputs.detach().requires_grad_()
     with torch.enable_grad():
         features = function(leaf)  # (N, features)
-    if inputs[0].numel() <= _BACKWARD_COST * features.shape[1]:
-        with suppress(NotImplementedError):  # a layer may know the way back only
+    if forward:
+        with suppress(RuntimeError):  # a layer may know the way back only
             return _forward_row_norms(function, inputs.detach(), order, chunk)
     norms = []
     for some in torch.split(torch.arange(features.shape[1], device=features.device), chunk):
@@ -370,7 +368,7 @@ def _estimated_row_norms(
             tangents = torch.randn(shape, generator=rng, dtype=inputs.dtype).to(inputs.device)
             try:
                 total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
-            except NotImplementedError as error:
+            except RuntimeError as error:
                 raise ConfigError(
                     f"probes must be 0 for a network that can't be differentiated forward, got {probes}: {error}"
                 ) from error

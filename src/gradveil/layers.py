@@ -116,7 +116,7 @@ def small_convolutions(network: nn.Module) -> Iterator[None]:
     small = [
         layer
         for layer in network.modules()
-        if type(layer) is nn.Conv2d and layer.in_channels * layer.out_channels < _SMALL and "forward" not in vars(layer)
+        if type(layer) is nn.Conv2d and _is_small(layer) and "forward" not in vars(layer)
     ]
     for layer in small:
         vars(layer)["forward"] = by_products(layer)
@@ -125,6 +125,16 @@ def small_convolutions(network: nn.Module) -> Iterator[None]:
     finally:
         for layer in small:
             del vars(layer)["forward"]
+
+
+def few_channels(network: nn.Module) -> bool:
+    """Whether all convolutions of a network have few channels, so that oneDNN is slow backward."""
+    convolutions = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
+    return bool(convolutions) and all(map(_is_small, convolutions))
+
+
+def _is_small(layer: nn.Conv2d) -> bool:
+    return layer.in_channels * layer.out_channels < _SMALL
 
 
 _SMALL = 256

@@ -129,6 +129,27 @@ def test_a_users_network_keeps_its_normalisation_but_for_scale_and_shift(layers,
     assert lock.startswith("1" if len(layers) == 2 else "0")
 
 
+class Apart(nn.Module):
+    """Defines its convolutions first and its normalisations later, as some do; with a loop that can't be traced."""
+
+    def __init__(self, *, traced):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
+        self.norm1, self.norm2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.traced = traced
+
+    def forward(self, images):
+        if not self.traced and images.sum() > 1e9:
+            return images
+        return self.norm2(self.conv2(self.norm1(self.conv1(images)).relu())).flatten(1)
+
+
+@pytest.mark.parametrize(("traced", "locked"), [(True, ["norm1", "norm2"]), (False, ["conv1.locked", "norm1"])])
+def test_the_normalisation_that_a_convolution_feeds_is_locked_wherever_it_is_defined(traced, locked):
+    result = build_defence("fedkl:length=8,blocks=all").on_model(Apart(traced=traced), torch.Generator().manual_seed(0))
+    assert [name.removesuffix(".key_lock") for name in key_locks(result)] == locked
+
+
 @pytest.mark.parametrize("model", [name for name in components("models") if name not in PLAIN])
 def test_every_convolutional_model_of_the_zoo(model):
     small = {"vgg16": "vgg16:width=4", "densenet121": "densenet121:growth=4", "convnet": "convnet:width=4"}

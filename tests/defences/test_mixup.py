@@ -89,6 +89,11 @@ def test_bad_settings(bad):
         build_defence(f"mixup:{bad}")
 
 
+def test_a_cap_that_is_hardly_ever_met_is_refused():
+    with pytest.raises(DefenceError, match=r"within cap=0.3 now and then, got none in .* Raise cap"):
+        Mixup(own=40, cap=0.3).on_batch(pictures(8), client_with(pictures(8)))
+
+
 def test_the_countermove_searches_soft_labels_and_unmixes():
     (move,) = Mixup().adaptive(Arrived({}, [1.0])).values()
     assert move.soft_labels

@@ -175,6 +175,23 @@ def test_dropout_draws_from_the_clients_stream_and_is_off_for_the_ranking():
     assert not torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("probes", [0, 4])
+def test_networks_that_draw_in_training_are_ranked_without(probes):
+    torch.manual_seed(0)
+
+    class Drops(nn.Module):
+        def forward(self, features):
+            return F.dropout(features, 0.5, self.training)
+
+    model, batch = make_model(Drops()).train(), make_batch(4)
+    gradient = plain_gradient(model, batch)
+    results = [
+        Soteria(probes=probes).on_gradient(gradient, batch, make_client(model, batch, 0))["last.weight"]
+        for _ in range(2)
+    ]
+    assert torch.equal(*results)
+
+
 def test_soft_labels():
     model, batch = make_model(), make_batch(4)
     soft = replace(batch, labels=F.one_hot(batch.labels, 3).double() * 0.7 + 0.1)

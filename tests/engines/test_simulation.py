@@ -410,6 +410,13 @@ def test_a_defence_of_all_is_not_that_of_some(defence):
         Simulation(settings, workers=0, dataset=small_set())
 
 
+@pytest.mark.parametrize("defence", ["dcs2:steps=1", "dcs2:steps=1+prune"])
+def test_a_defence_of_marked_images_is_refused_where_none_are(defence):
+    settings = TrainSettings(model="logistic", defence=defence, clients=3, rounds=1)
+    with pytest.raises(ConfigError, match=r"marked sensitive, got none. .* --sensitive"):
+        Simulation(settings, workers=0, dataset=small_set())
+
+
 def test_public_images_may_be_at_hand():
     settings = TrainSettings(model="logistic", defence="dcs2:steps=1,start=aux", sensitive="0.5", clients=3, rounds=1)
     with Simulation(settings, workers=0, dataset=small_set(), aux=small_set(seed=1)) as simulation:

@@ -136,6 +136,23 @@ def test_what_knowing_the_defence_is_worth(adaptive, expected):
 
 
 @pytest.mark.parametrize(
+    ("plain", "expected"),
+    [
+        ([0.9, 0.1], "it is 1 of 2; decoding what it hides was not tried (unmix needs public-data)"),
+        ([0.1, 0.1], "no attack here recovered any of 2 pictures; 0 of 2 attacks did not converge; decoding what it "
+         "hides was not tried (unmix needs public-data)"),
+        ([], "decoding what it hides was not tried (unmix needs public-data)"),
+    ],
+)  # fmt: skip
+def test_a_decoder_that_did_not_run_says_nothing_of_what_knowing_the_defence_is_worth(plain, expected):
+    note = {"adaptive": True, "why": "odd; not decoded: unmix needs public-data"}
+    rows = [*rows_of("none", [0.9]), *rows_of("a", plain), *rows_of("a", [0.9, 0.1], **note)]
+    assert headline(rows).endswith(f"Under a {expected}.")
+    decoded = headline([*rows, *rows_of("a", [0.1], adaptive=True)])
+    assert "not tried" not in decoded
+
+
+@pytest.mark.parametrize(
     ("costs", "expected"),
     [
         ([], "1 of 1."),

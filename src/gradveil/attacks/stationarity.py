@@ -18,7 +18,7 @@ from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
 
 WEIGHTS = {"stationarity": (0.0, 1.0, 5.0, 10.0, 20.0), "features": (1e-3, 1e-2, 1e-1, 1.0)}
-"""What ``search`` tries: c of Eq. 6, or the weight of total variation."""
+"""What ``search`` tries: c of Eq. 6, beside the defence's own, or the weight of total variation."""
 STEPS = (50, 100, 200, 400)
 
 
@@ -161,7 +161,8 @@ class Stationarity(Decoder):
         obscured, truth = _rehearsed(defence, features, seen, self.search, rng)
         begun = self._begin(obscured, seen, rng)
         best, least = self, torch.inf
-        for weight in WEIGHTS[self.way]:
+        own = (defence.c,) if self.way == "stationarity" else ()
+        for weight in dict.fromkeys((*WEIGHTS[self.way], *own)):
             tried = replace(self, c=weight) if self.way == "stationarity" else replace(self, tv=weight)
             shown, _ = tried._descend(_How(features, mean=defence.mean_squares), obscured, begun, STEPS)
             for steps, images in zip(STEPS, shown, strict=True):

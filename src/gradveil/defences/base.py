@@ -193,6 +193,7 @@ class Defence(Component):
         uses_aux: whether its hooks have use for public images, ``--aux``.
         hides_images: whether clients train on other images than their own, so that any attack's guesses need decoding.
         aux_labels: whether they read those images' labels too, which then must be classes of the task.
+        marked_only: whether it protects images that are marked sensitive, and no others.
     """
 
     kind: ClassVar[str] = "defences"
@@ -201,6 +202,7 @@ class Defence(Component):
     uses_aux: ClassVar[bool] = False
     aux_labels: ClassVar[bool] = True
     hides_images: ClassVar[bool] = False
+    marked_only: ClassVar[bool] = False
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
         """Edit the architecture. Called on the server with its stream, and for each client with the client's own.

@@ -69,12 +69,13 @@ class Dcs2(Defence):
         lambda_g: share of the concealed sample's own label.
         far: distance from the image at which a concealed sample is done; 300 (MNIST) to 500 (CIFAR-10), 0 never stops.
         box: whether concealed samples stay inside [0, 1]; the paper doesn't say, the authors' code has no bound.
-        ratio: sensitive images for each concealed sample; the first of so many is concealed.
+        ratio: sensitive images for each concealed sample; one of so many is concealed, beginning at random.
         divisor: d, what the sum is divided by.
         margin: m, the least share of the batch's own gradient that a projection adds.
     """
 
     uses_aux: ClassVar[bool] = True
+    marked_only: ClassVar[bool] = True
 
     start: str = "other"
     steps: int = 1000
@@ -101,7 +102,8 @@ class Dcs2(Defence):
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
         """Add the concealed samples' gradients; a batch without sensitive images passes as it is."""
-        chosen = batch.sensitive.nonzero()[:: self.ratio, 0]
+        first = int(torch.randint(self.ratio, (), generator=client.rng)) if self.ratio > 1 else 0
+        chosen = batch.sensitive.nonzero()[first :: self.ratio, 0]
         if not len(chosen):
             return gradient
         network = copy.deepcopy(client.model).eval()

@@ -1,6 +1,7 @@
 """FedKL: scale and shift of a block's channels come out of a private key, through layers that are private too."""
 
 import copy
+import itertools
 import math
 import os
 from collections import OrderedDict
@@ -10,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -43,7 +45,7 @@ class Fedkl(Defence):
     with the key k and the lock W, b of the client, one of each for a block. Both stay on the device for ever, beside
     its private files; the lock is trained with the rest, and all else is shared. What an aggregator gets is the change
     of a network whose inner scales it does not know. A convolution's own normalisation (BatchNorm, GroupNorm or
-    InstanceNorm, the layer that is defined right after it) loses its own scale and shift; one without gets BatchNorm.
+    InstanceNorm, the layer that it feeds) loses its own scale and shift; one without gets BatchNorm.
     BatchNorm's statistics are shared as ever, unless ``--batch-norm local``. The server has a random key and lock of
     its own: ``accuracy_server`` in the rows is that of the global model with them.
 
@@ -98,9 +100,11 @@ class Fedkl(Defence):
         if any(isinstance(layer, KeyLock) for layer in model.modules()):
             raise ConfigError("Defence 'fedkl' locks a network once, got one that is locked. Use it once in a chain.")
         model = copy.deepcopy(model)
+        following = _following(model)
         for name, conv in self._chosen(model).items():
             key_lock = self._key_lock(conv.out_channels, conv.weight, rng)
-            norm = _norm_after(model, name, conv.out_channels)
+            norm = following.get(name, "")
+            norm = norm if _normalises(model.get_submodule(norm), conv.out_channels) else ""
             if norm:
                 _replace(model, norm, Locked(_without_affine(model.get_submodule(norm)), key_lock))
             else:
@@ -266,18 +270,22 @@ def _key_locks(network: nn.Module) -> Iterator[tuple[str, KeyLock]]:
     return ((name, layer) for name, layer in network.named_modules() if isinstance(layer, KeyLock))
 
 
-def _norm_after(model: nn.Module, conv: str, channels: int) -> str:
-    """The name of the normalisation that is defined right after a convolution, in the same module; "" if none is."""
-    parent, _, own = conv.rpartition(".")
-    siblings = [name for name, _ in model.get_submodule(parent).named_children()]
-    following = siblings[siblings.index(own) + 1 :][:1]
-    if not following:
-        return ""
-    name = f"{parent}.{following[0]}" if parent else following[0]
-    layer = model.get_submodule(name)
+def _following(model: nn.Module) -> dict[str, str]:
+    """The layer that alone is given a layer's output, by name; where the network can't be traced, the next defined."""
+    try:
+        nodes = torch.fx.Tracer().trace(model).nodes
+    except Exception:
+        names = [name for name, layer in model.named_modules() if name and not any(layer.children())]
+        pairs = itertools.pairwise(names)
+        return {before: after for before, after in pairs if before.rpartition(".")[0] == after.rpartition(".")[0]}
+    users = {node: next(iter(node.users)) for node in nodes if node.op == "call_module" and len(node.users) == 1}
+    return {str(node.target): str(user.target) for node, user in users.items() if user.op == "call_module"}
+
+
+def _normalises(layer: nn.Module, channels: int) -> bool:
     if isinstance(layer, (_BatchNorm, _InstanceNorm)):
-        return name if layer.num_features == channels else ""
-    return name if isinstance(layer, nn.GroupNorm) and layer.num_channels == channels else ""
+        return layer.num_features == channels
+    return isinstance(layer, nn.GroupNorm) and layer.num_channels == channels
 
 
 def _without_affine(norm: nn.Module) -> nn.Module:

@@ -13,6 +13,9 @@ from gradveil.errors import ConfigError, DefenceError
 from gradveil.types import Batch
 from gradveil.validate import in_range, one_of
 
+_TRIES = 1000
+"""Draws of coefficients after which the cap counts as too low."""
+
 
 class Mixture(NamedTuple):
     """How images are mixed.
@@ -124,7 +127,7 @@ class Mixup(Defence):
 
 
 def coefficients(count: int, k: int, own: int, cap: float, rng: torch.Generator) -> Tensor:
-    """(count, k) draws of Dirichlet(own, 1, ..., 1), again and again until none exceeds the cap.
+    """(count, k) draws of Dirichlet(own, 1, ..., 1), again until none exceeds the cap, which must not be too rare.
 
     Example:
         >>> coefficients(100, 4, 3, 0.65, torch.Generator().manual_seed(0)).max() <= 0.65
@@ -132,12 +135,17 @@ def coefficients(count: int, k: int, own: int, cap: float, rng: torch.Generator)
     """
     drawn = torch.empty(count, k)
     open_ = torch.arange(count)
-    while len(open_):
+    for _ in range(_TRIES):
         parts = torch.empty(len(open_), own + k - 1).exponential_(generator=rng)  # sums of them are Gamma variables
         gammas = torch.cat([parts[:, :own].sum(1, keepdim=True), parts[:, own:]], 1)
         drawn[open_] = gammas / gammas.sum(1, keepdim=True)
         open_ = open_[(drawn[open_] > cap).any(1)]
-    return drawn
+        if not len(open_):
+            return drawn
+    raise DefenceError(
+        f"Coefficients of {k} images with own={own} must be within cap={cap:g} now and then, got none in {_TRIES} "
+        "draws. Raise cap, or lower own."
+    )
 
 
 def one_hot(labels: Tensor, num_classes: int) -> Tensor:

@@ -95,9 +95,9 @@ class Precode(Defence):
         return {name: tensor + added[name] if name in added else tensor for name, tensor in gradient.items()}
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """For a single image work out what was drawn: ``solved``, or search it with the image: ``joint``.
+        """For a single image and step work out what was drawn: ``solved``, or search it with the image: ``joint``.
 
-        For any number of images leave out the bottleneck and what follows: ``omit``. All know the second term of the
+        For any number leave out the bottleneck and what follows: ``omit``. All know the second term of the
         loss. In the first all tensors count alike, so that the convolutions' are heard beside the bottleneck's.
         """
         names = list(arrived.gradients)
@@ -105,10 +105,10 @@ class Precode(Defence):
         block = names[first].split(f"{_NAME}.")[0] + _NAME if first < len(names) else ""
         penalties = {f"{block}.encoder": partial(_weighted_divergence, self.beta)} if block and self.beta else {}
         omit = Countermove(weights=dict.fromkeys(names[first:], 0.0), penalties=penalties)
-        if arrived.batch_size > 1 or not block:
+        if arrived.batch_size > 1 or len(arrived.steps) > 1 or not block:  # each step draws anew
             return {"omit": omit}
         joint = Countermove(unknowns={f"{block}.noise": self._draws}, penalties=penalties)
-        if arrived.network is None or len(arrived.steps) > 1:
+        if arrived.network is None:
             return {"joint": joint, "omit": omit}
         drawn = _drawn(arrived.network.get_submodule(block), block, arrived.gradients)
         solved = Countermove(outputs={f"{block}.noise": drawn}, weights=arrived.even_weights, penalties=penalties)

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.defences.base import Arrived, Client, Countermove, Defence
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.grads import jacobian_row_norms, layer_inputs
+from gradveil.layers import few_channels
 from gradveil.leak import certificate
 from gradveil.randomness import global_stream
 from gradveil.types import Batch, Tensors
@@ -62,8 +62,8 @@ class Soteria(Defence):
             images. There dead features (zero, and moved by no pixel) come first, which protects nothing; where more
             than that share is dead, nothing is zeroed at all, and with ``prune=1`` the last one is left.
         norm: p of the Jacobian's norm: 1, 2 or inf.
-        probes: 0 takes the Jacobian's norms exactly, one backward pass a feature; else they are estimated by so many
-            random forward-mode products, which is much faster: 64 rank well. Only with ``norm=2``.
+        probes: 0 takes the Jacobian's norms exactly, one backward pass a feature or one forward a pixel; else they are
+            estimated by so many random forward-mode products, which is much faster: 64 rank well. Only with ``norm=2``.
     """
 
     layers: tuple[str, ...] = ()
@@ -146,8 +146,11 @@ class Soteria(Defence):
         together = max(1, min(_MOST_TOGETHER, _MOST_NUMBERS // max(1, images[0].numel())))
         block = min(len(images), _MOST_IMAGES, together)
         probes = self.probes if self.probes < sum(sizes) else 0
+        forward = few_channels(network) and images[0].numel() <= 2 * sum(sizes)  # 2.5 times as fast on lenet-dlg
         norms = [
-            jacobian_row_norms(features, some, order=self.norm, probes=probes, rng=rng, chunk=together // block)
+            jacobian_row_norms(
+                features, some, order=self.norm, probes=probes, rng=rng, chunk=together // block, forward=forward
+            )
             for some in torch.split(images, block)
         ]
         return list(torch.split(torch.cat(norms), sizes, 1))
@@ -267,12 +270,10 @@ def _training_pass(network: nn.Module, names: Sequence[str], batch: Batch) -> li
 
 
 def _freeze(network: nn.Module, statistics: Mapping[_BatchNorm, tuple[Tensor, Tensor]]) -> None:
-    """Fix BatchNorm at the given mean and variance, and Dropout at nothing dropped."""
+    """Fix BatchNorm at the given mean and variance; nothing is dropped or drawn."""
     for layer, (mean, variance) in statistics.items():
         layer.running_mean, layer.running_var = mean, variance
-    for module in network.modules():
-        if isinstance(module, _BatchNorm | _DropoutNd):
-            module.eval()
+    network.eval()
 
 
 def _look(network: nn.Module, name: str, calls: list[tuple[Tensor, Tensor]], loss: Tensor) -> _Look:

@@ -88,6 +88,11 @@ class Simulation:
             guards,
             self.defence.aux_labels,
         )
+        if self.defence.marked_only and not self.data.count("sensitive", None):
+            raise ConfigError(
+                f"Defence {self.defence.spec!r} protects images that are marked sensitive, got none. "
+                "Mark a share of each client's with --sensitive 0.1, or all with --sensitive 1."
+            )
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
         normalisation = chosen_normalisation(settings.normalise, self.dataset)
         build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation))

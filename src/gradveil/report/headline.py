@@ -82,6 +82,11 @@ def _members(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _defended(lines: Sequence[Mapping[str, Any]], name: str, noun: str, *, first: bool) -> str:
     """What the attacker gets under a defence, without and with knowing it."""
+    untried = [line for line in _of(lines, name, True) if line["not_decoded"]]
+    if untried:
+        rest = [line for line in lines if line not in untried]
+        why = f"decoding what it hides was not tried ({untried[0]['not_decoded']})"
+        return f"{_defended(rest, name, noun, first=first)}; {why}" if _of(rest, name) else why
     plain, adaptive = (strongest(_of(lines, name, knowing)) for knowing in (False, True))
     known = [line for line in (plain, adaptive) if line]
     if all(line["recognisable"] == 0 for line in known):

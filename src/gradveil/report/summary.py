@@ -1,5 +1,6 @@
 """Rows brought down to lines: what each attack gets out of each defence, and what the defence costs."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
@@ -15,7 +16,8 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Failed rows count only in ``failed``. A row without a guess counts in ``n`` and in no mean. ``psnr`` is the mean of
     the seeds' means, ``psnr_low`` and ``psnr_high`` its 95 % interval, None for one seed; ``psnr_worst`` is the largest
-    of all rows, for the leak is worst there. Figures that no row has are None.
+    of all rows, for the leak is worst there. Figures that no row has are None. ``not_decoded`` says why none of an
+    attack's guesses was decoded, where the defence hides images.
 
     Example:
         >>> row = {"kind": "privacy", "defence": "none", "attack": "gs", "seed": 0, "psnr": 30.0, "ssim": 0.9}
@@ -129,6 +131,7 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
         "recognisable": _recognisable(whole),
         "label_accuracy": mean(whole, "label_accuracy"),
         "not_converged": sum(row.get("converged") is False for row in whole),
+        "not_decoded": _not_decoded(whole),
         **_budget(whole),
         "certificate": mean(whole, "certificate"),
         "knows": list(dict.fromkeys(item for row in group for item in row.get("knows") or ())),
@@ -143,6 +146,12 @@ def _recognisable(rows: Sequence[Mapping[str, Any]]) -> int | None:
     if not measured and any(row.get("psnr") is not None for row in rows):
         return None
     return len([value for value in measured if value >= RECOGNISABLE])
+
+
+def _not_decoded(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why no row's guess was decoded, as an attack on images that a defence hides must; "" where one was."""
+    reasons = [re.search(r"not decoded: ([^;]*)", row.get("why") or "") for row in rows]
+    return reasons[0][1] if reasons and reasons[0] and all(reasons) else ""
 
 
 def _budget(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -109,10 +109,13 @@ def loda_spec(lab: Lab, layers: str, c: float) -> str:
 # --- what is attacked -------------------------------------------------------------------------------------------------
 
 
-def _guessed(lab: Lab, scene: Scene, defence: Defence, tv: float) -> tuple[Reconstruction, Observation]:
+def _guessed(
+    lab: Lab, scene: Scene, defence: Defence, tv: float, *, adaptive: bool
+) -> tuple[Reconstruction, Observation]:
     """What gradient inversion finds of single encodings of the private images, and what was seen."""
     sizes, seen = sizes_of(lab), _gradients(lab, scene, defence)
-    attack = Gs(iterations=sizes.iterations, tv=tv, sign="none", schedule="cosine", lr=0.1)
+    adapt = "" if adaptive and not defence.hides_images else "none"  # what is hidden is decoded later
+    attack = Gs(iterations=sizes.iterations, tv=tv, sign="none", schedule="cosine", lr=0.1, adapt=adapt)
 
     def work() -> Tensors:
         found = attack.run(seen, stream(lab.seed, "loda", "gs"))
@@ -148,7 +151,7 @@ def decoder_of(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder
     if isinstance(defence, Mixup):
         return Unmix(train=sizes.train, restarts=lab.pick(1, 2, 8), rounds=sizes.unmixing)
     if isinstance(defence, Loda):
-        rehearsed = lab.pick(4, 24, 100) if way == "learned" else lab.pick(0, 0, 8)
+        rehearsed = lab.pick(4, 24, 100) if way == "learned" else lab.pick(0, 8, 8)
         return Stationarity(way=way, steps=lab.pick(5, 100, 100), search=rehearsed)
     return Untransform() if isinstance(defence, Ats) else None
 
@@ -160,7 +163,7 @@ def figures_under(
     defence, truth = build_defence(spec), scene.private.images
 
     def work() -> Tensors:
-        found, seen = _guessed(lab, scene, defence, tv)
+        found, seen = _guessed(lab, scene, defence, tv, adaptive=adaptive)
         decoder = decoder_of(lab, defence) if adaptive else None
         if decoder is not None:
             found = decoder.decode(found, seen, stream(lab.seed, "loda", "decode"))

@@ -84,7 +84,7 @@ def attacked(
             result = attacker(seen, stream(lab.seed, "reproduce", "fedkl", attack))
         return {"guess": result.images[:, 0], "converged": result.converged}
 
-    found = lab.tensors_once(("attack", data.name, defence, attack, threat, targets), work)
+    found = lab.tensors_once(("attack", data.name, defence, attack, sorted(threat.knows), targets), work)
     return Attacked(truth, found["guess"], int(found["converged"].sum()))
 
 
