@@ -175,6 +175,21 @@ def test_dropout_draws_from_the_clients_stream_and_is_off_for_the_ranking():
     assert not torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize(("model", "forward"), [("lenet-dlg", True), ("lenet5", False), ("convnet:width=32", False)])
+def test_features_are_ranked_forward_where_that_is_cheaper(model, forward, monkeypatch):
+    """Few channels, and no more than twice as many pixels as features."""
+    asked = []
+    monkeypatch.setattr(
+        "gradveil.defences.soteria.jacobian_row_norms",
+        lambda features, images, *, forward, **rest: asked.append(forward) or features(images).abs(),
+    )
+    network = create_model(model, (1, 28, 28), 10, 0)
+    images = torch.rand(1, 1, 28, 28)
+    batch = Batch(images, torch.zeros(1, dtype=torch.long), torch.zeros(1) > 0)
+    Soteria().on_gradient(plain_gradient(network, batch), batch, make_client(network, batch, 0))
+    assert asked == [forward]
+
+
 @pytest.mark.parametrize("probes", [0, 4])
 def test_networks_that_draw_in_training_are_ranked_without(probes):
     torch.manual_seed(0)
