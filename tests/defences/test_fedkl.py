@@ -130,7 +130,7 @@ def test_a_users_network_keeps_its_normalisation_but_for_scale_and_shift(layers,
 
 
 class Apart(nn.Module):
-    """Defines its convolutions first and its normalisations later, as some do; with a loop that can't be traced."""
+    """Defines its convolutions first and its normalisations later, as some do; a branch on the data can't be traced."""
 
     def __init__(self, *, traced):
         super().__init__()

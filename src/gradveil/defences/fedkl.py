@@ -271,7 +271,10 @@ def _key_locks(network: nn.Module) -> Iterator[tuple[str, KeyLock]]:
 
 
 def _following(model: nn.Module) -> dict[str, str]:
-    """The layer that alone is given a layer's output, by name; where the network can't be traced, the next defined."""
+    """The layer that alone is given a layer's output, by name.
+
+    Where the network can't be traced it is the next one defined, which may be another.
+    """
     try:
         nodes = torch.fx.Tracer().trace(model).nodes
     except Exception:
