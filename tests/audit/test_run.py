@@ -16,6 +16,7 @@ from gradveil.defences import Countermove
 from gradveil.defences.mixup import Mixup
 from gradveil.errors import ConfigError, RunFolderError
 from gradveil.observe import observe
+from gradveil.report.headline import headline
 from tests.audit.conftest import QUICK
 
 TIMES = ("seconds", "round_seconds", "overhead")
@@ -318,6 +319,19 @@ def test_a_certificate_stands_in_its_rows(small, tmp_path):
     bounds = {row["defence"]: row["certificate"] for row in result.rows}
     assert bounds["none"] is None
     assert bounds["soteria:prune=0.5"] > 0
+
+
+def test_rows_say_whether_the_client_would_have_noticed_an_altered_model(small, tmp_path):
+    settings = small(
+        attacks=f"{QUICK},imprint:bins=8,trap-weights:rows=32", knows="labels,num-examples,alters-model", rounds=0
+    )
+    result = audit(settings, tmp_path / "run", workers=0)
+    found = {row["attack"].partition(":")[0]: row["tripwire"] for row in result.rows}
+    assert found["gs"] is None
+    assert "parallel-rows" in found["imprint"]
+    assert "balanced-rows" in found["trap-weights"]
+    altered = [row for row in result.rows if row["tripwire"] is not None]
+    assert f"warned of the altered model before {len(altered)} of {len(altered)} updates" in headline(result.rows)
 
 
 @pytest.mark.parametrize("scores", ["example", "batch"])

@@ -139,8 +139,13 @@ def test_table_1(tmp_path, no_work):
     knowing = [row for row in rows if row["attacker"] == "knows it"]
     assert {row["paper_name"] for row in knowing} == {"DP-Gaussian", "Prune", "Soteria", "DCS2"}
     assert all(row["accuracy"] is None and row["paper_psnr"] is None for row in knowing)
-    attacks = {entry[1] for entry in no_work if isinstance(entry, tuple)}
-    assert attacks == {"gs:sign=none,boxed=false,iterations=30", "gs:sign=none,boxed=false,iterations=3"}
+    asked = [entry for entry in no_work if isinstance(entry, tuple)]
+    attacks = {attack for _, attack, _ in asked}
+    plain = {"gs:sign=none,boxed=false,iterations=30", "gs:sign=none,boxed=false,iterations=3"}
+    assert attacks == plain | {f"{attack},adapt=joint" for attack in plain}
+    joint = [row["paper_name"] for row in rows if row["attacker"] == "searches both"]
+    assert joint == ["DCS2"] * 2
+    assert {defence.partition(":")[0] for defence, attack, _ in asked if "joint" in attack} == {"dcs2"}
     trainings = [entry for entry in no_work if not isinstance(entry, tuple)]
     assert len(trainings) == 15  # MNIST twice
     assert {entry.defended for entry in trainings} == {(), (DEFENDED,)}
@@ -161,7 +166,7 @@ def test_the_imprint_has_no_second_attacker(tmp_path, no_work):
 def test_class_averages_start_the_attack(tmp_path, no_work, table, names):
     rows = played(table, tmp_path)["rows"]
     assert [row["paper_name"] for row in rows if row["attacker"] == "plain"] == names
-    assert all(attack.endswith("start=class-average") for _, attack, _ in no_work)
+    assert all("start=class-average" in attack for _, attack, _ in no_work)
 
 
 def test_starts_combination_and_other_parts(tmp_path, no_work):
@@ -234,6 +239,6 @@ def test_one_client_defends_in_a_real_training(tmp_path):
 @pytest.mark.slow
 def test_class_averages_at_their_smallest(tmp_path):
     rows = played("4", tmp_path)["rows"]
-    none, plain, knowing = rows
+    none, plain, knowing, joint = rows
     assert none["psnr"] > plain["psnr"]
-    assert knowing["attacker"] == "knows it"
+    assert (knowing["attacker"], joint["attacker"]) == ("knows it", "searches both")

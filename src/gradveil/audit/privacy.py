@@ -24,6 +24,7 @@ from gradveil.metrics import align, label_accuracy, score_targets
 from gradveil.observe import observe
 from gradveil.randomness import derive_seed, stream
 from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
+from gradveil.tripwire import inspect
 from gradveil.types import Batch
 
 ITERATES = 12
@@ -35,7 +36,8 @@ PUBLIC = 500
 
 PRIVACY = (
     "kind", "defence", "attack", "adaptive", "seed", "target", "mse", "psnr", "ssim", "lpips", "label_accuracy",
-    "converged", "attacker_loss", "knows", "epsilon", "delta", "certificate", "seconds", "why", "failed", "cell",
+    "converged", "attacker_loss", "knows", "epsilon", "delta", "certificate", "tripwire", "seconds", "why", "failed",
+    "cell",
 )  # fmt: skip
 
 
@@ -52,8 +54,9 @@ def attack_cell(
     entries = sum(tensor[0].numel() for tensor in seen.updates.values())
     budget = defence.budget(_local(settings, cell).releases(settings.images, entries=entries))
     rows, pictures = _scored(cell, seen, result, private, budget, share, root)
-    bounds = _certified(cell, seen, private, defence)
-    return [row | {"certificate": bound} for row, bound in zip(rows, bounds, strict=True)], pictures
+    bounds, alarms = _certified(cell, seen, private, defence), _alarms(seen, private)
+    more = [{"certificate": bound, "tripwire": found} for bound, found in zip(bounds, alarms, strict=True)]
+    return [row | own for row, own in zip(rows, more, strict=True)], pictures
 
 
 def refuse_known(attacks: Iterable[Attack], private: list[Batch], dataset: Dataset) -> None:
@@ -77,6 +80,17 @@ def _certified(cell: Cell, seen: Observation, private: list[Batch], defence: Def
         for number, batch in enumerate(private)
     ]
     return [None if bounds is None else finite(float(bounds.min())) for bounds in found]
+
+
+def _alarms(seen: Observation, private: list[Batch]) -> list[list[str] | None]:
+    """Which checks of the tripwire warn each client of an altered model, by its images alone; None of an honest one.
+
+    The architecture is not compared: a client that compares it finds every layer that was put in.
+    """
+    if not seen.knows(Knowledge.ALTERS_MODEL):
+        return [None] * len(private)
+    device = next(seen.network.parameters()).device
+    return [sorted({found.check for found in inspect(seen.network, batch.to(device))}) for batch in private]
 
 
 def _keeping(attack: Attack) -> Attack:
@@ -201,6 +215,7 @@ def _scored(
             "epsilon": finite(budget.epsilon if budget else None),
             "delta": budget.delta if budget else None,
             "certificate": None,
+            "tripwire": None,
             "seconds": round(seconds, 3),
             "why": "; ".join(filter(None, [result.why[number] if result.why else "", *reasons[number]])),
             "failed": False,

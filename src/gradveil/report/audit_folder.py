@@ -171,7 +171,7 @@ def clean(raw: object) -> Row | None:
     kind = raw.get("kind", "privacy")
     if kind not in ("privacy", "utility", "membership"):
         return None
-    knows, converged = raw.get("knows"), raw.get("converged")
+    converged = raw.get("converged")
     return {
         "kind": kind,
         "defence": raw["defence"],
@@ -184,11 +184,17 @@ def clean(raw: object) -> Row | None:
         **{key: _number(raw.get(key)) for key in _NUMBERS},
         "roc": _roc(raw.get("roc")),
         "converged": converged if isinstance(converged, bool) else None,
-        "knows": [str(item) for item in knows] if isinstance(knows, (list, tuple)) else [],
+        "knows": _texts(raw.get("knows")) or [],
+        "tripwire": _texts(raw.get("tripwire")),
         "why": str(raw.get("why") or ""),
         "failed": raw.get("failed") is True,
         "cell": str(raw.get("cell") or ""),
     }
+
+
+def _texts(value: object) -> list[str] | None:
+    """None for what is no list."""
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else None
 
 
 def _identity(row: Row) -> tuple[object, ...]:

@@ -47,7 +47,7 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> list[str
     for name, start in starts.items():
         text = _defended(lines, name, noun, first=not parts)
         parts.append(f"{start} {text}{_price(accuracy.get('none'), accuracy.get(name))}.")
-    return parts + _undone(lines, best.get("none"), rest) + told
+    return parts + _undone(lines, best.get("none"), rest) + _noticed(rows) + told
 
 
 def _undone(lines: Sequence[Mapping[str, Any]], none: Mapping[str, Any] | None, names: Sequence[str]) -> list[str]:
@@ -61,6 +61,15 @@ def _undone(lines: Sequence[Mapping[str, Any]], none: Mapping[str, Any] | None, 
                 figures = [f"{line['psnr']:.1f} dB" for line in (none, plain, knowing)]
                 undone.append(f"{name} ({figures[0]} undefended, {figures[1]} under it, {figures[2]} once it is known)")
     return [f"Stopping the naive attacker only: {', '.join(undone)}."] if undone else []
+
+
+def _noticed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether clients would have noticed the models that malicious servers altered."""
+    looked = [row["tripwire"] for row in rows if row.get("tripwire") is not None]
+    if not looked:
+        return []
+    alarmed = sum(bool(found) for found in looked)
+    return [f"The tripwire would have warned of the altered model before {alarmed} of {len(looked)} updates."]
 
 
 def _members(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -149,6 +149,7 @@ ROWS = (
     ("epsilon", "ε", "g"),
     ("certificate", "Certified distance", "g"),
     ("delta", "δ", "g"),
+    ("tripwire", "Tripwire", "text"),
     ("seconds", "Seconds", "2"),
     ("knows", "Attacker knew", "text"),
     ("why", "Note", "text"),
@@ -202,4 +203,6 @@ def _raw(key: str, row: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a text, a n
         return "" if value is None else "yes" if value else "no"
     if key == "why":
         return f"failed: {value}" if row["failed"] else value
+    if key == "tripwire":
+        return "" if value is None else ", ".join(value) or "nothing found"
     return ", ".join(value) if key == "knows" else value

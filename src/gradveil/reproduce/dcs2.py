@@ -13,7 +13,8 @@ from torch import Tensor
 from gradveil.attacks import build_attack
 from gradveil.attacks.matching import Matching
 from gradveil.data import load_dataset
-from gradveil.defences import build_defence
+from gradveil.defences import Defence, build_defence
+from gradveil.defences.dcs2 import Dcs2
 from gradveil.progress import listening, tell
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded
 from gradveil.reproduce.concealed_attacks import Case, attack_case, make_case, scores
@@ -38,6 +39,10 @@ GGL = "ggl:optimiser=adam,iterations={}"
 """With Adam as in the authors' code; its prior are the principal components of public images, not a trained GAN."""
 IMPRINT = "imprint:bins=10,query=dct,mode=0,distribution=laplace"
 """Likewise."""
+PLAIN, KNOWS, JOINT = "plain", "knows it", "searches both"
+"""The paper's attacker; one with the first of the defence's countermoves; one who searches concealed samples too."""
+Played = tuple[str, str]
+"""A defence, by the paper's name, and an attacker."""
 Row = dict[str, Any]
 Told = Mapping[str, Mapping[str, float]]
 """The paper's figures by the name of a defence, accuracies in percent as it prints them."""
@@ -52,7 +57,7 @@ class Plan:
         defences: by the paper's names.
         told: the paper's figures.
         attack: ``{}`` stands for the iterations.
-        adaptive: whether an attacker who knows the defence comes second.
+        adaptive: whether attackers who know the defence come too.
         trains: whether accuracy is measured.
         everyone: whether it is measured again with all clients defending.
         by_class: whether clients have two classes each.
@@ -68,14 +73,20 @@ class Plan:
     by_class: bool = False
 
     @property
-    def attackers(self) -> list[tuple[str, bool]]:
-        """Each defence with the paper's attacker, and with one who knows it where there is something to know."""
+    def attackers(self) -> list[Played]:
+        """Each defence with the paper's attacker, and with those who know it where there is something to know."""
         knowing = self.adaptive and isinstance(build_attack(self.attack.format(1)), Matching)
         return [
-            (name, knows)
+            (name, attacker)
             for name, spec in self.defences.items()
-            for knows in ((False, True) if knowing and build_defence(spec).overrides("adaptive") else (False,))
+            for attacker in (PLAIN, *(_knowing(build_defence(spec)) if knowing else ()))
         ]
+
+
+def _knowing(defence: Defence) -> tuple[str, ...]:
+    if isinstance(defence, Dcs2):
+        return KNOWS, JOINT
+    return (KNOWS,) if defence.overrides("adaptive") else ()
 
 
 # --- A plan at work ---------------------------------------------------------------------------------------------------
@@ -98,7 +109,7 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
         case = make_case(mine, task.model(lab), partition, task.sizes[lab.scale].targets, lab.seed)
         guesses = _attacked(lab, plan, case, telling)
         price = _price(lab, plan, mine, telling)
-        lines = {f"{name}, knows it" if knows else name: guess[:, 0] for (name, knows), guess in guesses.items()}
+        lines = {_words(*key): guess[:, 0] for key, guess in guesses.items()}
         figures[f"pictures-{plan.task}"] = picture_lines({"truth": case.truth[:, 0], **lines})
         rows += [_row(lab, plan, case, key, guess, price) for key, guess in guesses.items()]
         said.append(_said(lab, plan, mine))
@@ -108,19 +119,24 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
 Telling = Callable[[str], AbstractContextManager[None]]
 
 
-def _attacked(lab: Lab, plan: Plan, case: Case, telling: Telling) -> dict[tuple[str, bool], Tensor]:
+def _attacked(lab: Lab, plan: Plan, case: Case, telling: Telling) -> dict[Played, Tensor]:
     """What comes back from each defence's updates."""
     task, found = TASKS[plan.task], {}
     size = task.sizes[lab.scale]
-    for name, knows in plan.attackers:
-        with telling(f"{task.title}, attack on {name}{', which it knows' if knows else ''}"):
+    for name, attacker in plan.attackers:
+        with telling(f"{task.title}, attack on {_words(name, attacker)}"):
             defence = with_steps(plan.defences[name], size.steps)
-            attack = plan.attack.format(size.iterations)
+            attack = plan.attack.format(size.iterations) + ",adapt=joint" * (attacker == JOINT)
+            knows = attacker != PLAIN
             work = partial(_guess, case, defence, attack, adaptive=knows, seed=lab.seed)
             part = ("attack", plan.task, plan.by_class, defence, attack, knows)
-            found[name, knows] = lab.tensors_once(part, work)["guess"]
+            found[name, attacker] = lab.tensors_once(part, work)["guess"]
             tell(1.0)
     return found
+
+
+def _words(name: str, attacker: str) -> str:
+    return name if attacker == PLAIN else f"{name}, {attacker}"
 
 
 def _guess(case: Case, defence: str, attack: str, *, adaptive: bool, seed: int) -> Tensors:
@@ -146,13 +162,14 @@ def _price(lab: Lab, plan: Plan, images: Images, telling: Telling) -> dict[tuple
 
 
 def _row(
-    lab: Lab, plan: Plan, case: Case, key: tuple[str, bool], guess: Tensor, price: Mapping[tuple[str, bool], Accuracy]
+    lab: Lab, plan: Plan, case: Case, key: Played, guess: Tensor, price: Mapping[tuple[str, bool], Accuracy]
 ) -> Row:
-    name, knows = key
+    name, attacker = key
+    knows = attacker != PLAIN
     own, all_ = (None if knows else price.get((name, everyone)) for everyone in (False, True))
     row = {
         "dataset": TASKS[plan.task].title, "paper_name": name, "defence": plan.defences[name],
-        "attacker": "knows it" if knows else "plain", **scores(case, guess, lab.data_root),
+        "attacker": attacker, **scores(case, guess, lab.data_root),
         "accuracy_sensitive": rounded(own.sensitive) if own else None, "accuracy": rounded(own.test) if own else None,
     }  # fmt: skip
     if plan.everyone:
@@ -189,8 +206,9 @@ def _notes(lab: Lab) -> list[str]:
         "`accuracy` and `accuracy_sensitive` (the images of the client that defends): client 5 alone defends, as in "
         "the authors' code, and all of its images are sensitive; after the last round, where the authors take the best "
         "one. In their code clients with noise or pruning never train, nor does Soteria's last layer; here all do.",
-        "`knows it`: the attacker knows the defence, and plays the first of the countermoves that its file names. The "
-        "paper has no such rows.",
+        "`knows it`: the attacker knows the defence, and plays the first of the countermoves that its file names; for "
+        "DCS2 it takes the concealed sample's part out of the gradient where linear algebra can. `searches both`: it "
+        "searches the concealed sample, with an unknown soft label, beside the image. The paper has no such rows.",
         *(["Scale smoke shows that it runs, and nothing else."] if lab.scale == "smoke" else []),
     ]
 
