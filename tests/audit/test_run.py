@@ -300,6 +300,8 @@ def test_missing_pictures_are_made_again(small, tmp_path):
         ({"model": "lenet6"}, "Unknown model 'lenet6'"),
         ({"partition": "by-clas"}, "Unknown partition"),
         ({"knows": "labels"}, "needs num-examples, got knows without it"),
+        ({"defences": "mixup", "images": 3}, "needs clients with 4 images or more, got one with 3"),
+        ({"defences": "clip+loda"}, "needs public images, got none"),
         ({"weights": "no-such-file"}, "No such file or directory: no-such-file"),
     ],
 )

@@ -417,6 +417,29 @@ def test_a_defence_of_marked_images_is_refused_where_none_are(defence):
         Simulation(settings, workers=0, dataset=small_set())
 
 
+@pytest.mark.parametrize(
+    ("defence", "text"),
+    [
+        ("loda", "needs public images, got none. Give --aux"),
+        ("instahide:pool=public", "needs public images"),
+        ("dcs2:start=aux+prune", "needs public images"),
+        ("clip+mixup:k=18", "needs clients with 18 images or more, got one with 16"),
+    ],
+)
+def test_images_that_a_defence_lacks_are_missed_at_once(defence, text):
+    settings = TrainSettings(model="logistic", defence=defence, clients=3, rounds=1, sensitive="0.5")
+    with pytest.raises(ConfigError, match=text):
+        Simulation(settings, workers=0, dataset=small_set())
+
+
+def test_clients_that_do_not_defend_may_have_few_images():
+    settings = TrainSettings(model="logistic", defence="mixup:k=7", defended=(0,), clients=7, rounds=0)
+    with Simulation(settings, workers=0, dataset=small_set()) as simulation:
+        assert simulation.data.sizes == [7] * 6 + [6]
+    with pytest.raises(ConfigError, match="got one with 6"):
+        Simulation(replace(settings, defended=()), workers=0, dataset=small_set())
+
+
 def test_public_images_may_be_at_hand():
     settings = TrainSettings(model="logistic", defence="dcs2:steps=1,start=aux", sensitive="0.5", clients=3, rounds=1)
     with Simulation(settings, workers=0, dataset=small_set(), aux=small_set(seed=1)) as simulation:

@@ -55,7 +55,10 @@ def run_cell(
 
 
 def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> None:
-    """Find before any work what would make cells fail: model, partition, defences, what the attacks need to know."""
+    """Find before any work what would make cells fail: model, partition, defences, what the attacks need to know.
+
+    Attacked clients have test images at hand as public ones; those that are trained have ``--aux`` alone.
+    """
     knows = ThreatModel.of(*settings.knows).knows
     for spec in settings.attacks:
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
@@ -75,6 +78,7 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     check_output(network, dataset.shape, dataset.num_classes, torch.device("cpu"))
     for defence in defences:
         defence.early_clients(settings.clients)
+        defence.check_images(settings.images, aux=bool(settings.aux) or not settings.rounds)
         defence.check(defended(copy.deepcopy(network), defence, settings.seed, "server"))
     if settings.rounds:
         federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradveil.errors import ConfigError
 from gradveil.registry import Component
 from gradveil.storage import PrivateFolder
 from gradveil.types import Batch, Tensors, Update
@@ -191,6 +192,8 @@ class Defence(Component):
         takes_own_gradient: whether ``on_gradient`` starts from the images, whatever earlier members of a chain made of
             the gradient.
         uses_aux: whether its hooks have use for public images, ``--aux``.
+        needs_aux: whether it can't do without them.
+        fewest_images: that a client must have.
         hides_images: whether clients train on other images than their own, so that any attack's guesses need decoding.
         aux_labels: whether they read those images' labels too, which then must be classes of the task.
         marked_only: whether it protects images that are marked sensitive, and no others.
@@ -200,7 +203,9 @@ class Defence(Component):
     post_processing: ClassVar[bool] = False
     takes_own_gradient: ClassVar[bool] = False
     uses_aux: ClassVar[bool] = False
+    needs_aux: ClassVar[bool] = False
     aux_labels: ClassVar[bool] = True
+    fewest_images: ClassVar[int] = 1
     hides_images: ClassVar[bool] = False
     marked_only: ClassVar[bool] = False
 
@@ -246,6 +251,16 @@ class Defence(Component):
 
     def check(self, network: nn.Module) -> None:
         """Raise `ConfigError` before any work where this network (after ``on_model``) can't be protected. No hook."""
+
+    def check_images(self, fewest: int, *, aux: bool) -> None:
+        """Raise `ConfigError` where clients with so few images can't be protected, or not without public ones."""
+        if fewest < self.fewest_images:
+            raise ConfigError(
+                f"Defence {self.spec!r} needs clients with {self.fewest_images} images or more, got one with {fewest}. "
+                "Give clients more images (attacked ones with --images), or lower what it mixes."
+            )
+        if self.needs_aux and not aux:
+            raise ConfigError(f"Defence {self.spec!r} needs public images, got none. Give --aux.")
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """How an attacker who knows this defence matches, by name; the first is the one to fear most. No hook."""

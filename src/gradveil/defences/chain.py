@@ -64,6 +64,8 @@ class Chain(Defence):
         object.__setattr__(self, "uses_aux", bool(public))
         object.__setattr__(self, "hides_images", any(defence.hides_images for defence in self.defences))
         object.__setattr__(self, "aux_labels", any(defence.aux_labels for defence in public))
+        object.__setattr__(self, "needs_aux", any(defence.needs_aux for defence in self.defences))
+        object.__setattr__(self, "fewest_images", max((d.fewest_images for d in self.defences), default=1))
         object.__setattr__(self, "marked_only", any(defence.marked_only for defence in self.defences))
         for before, defence in itertools.pairwise(self.defences):
             if defence.takes_own_gradient and before.overrides("on_gradient"):

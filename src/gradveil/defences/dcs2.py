@@ -99,6 +99,7 @@ class Dcs2(Defence):
         in_range("lambda_g", self.lambda_g, 0, 1)
         in_range("ratio", self.ratio, 1)
         in_range("divisor", self.divisor, 0, open_low=True)
+        object.__setattr__(self, "needs_aux", self.start == "aux")
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
         """Add the concealed samples' gradients; a batch without sensitive images passes as it is."""

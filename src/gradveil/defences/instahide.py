@@ -46,7 +46,8 @@ class Instahide(Mixup):
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range("flip", self.flip, 0, 1)
-        object.__setattr__(self, "uses_aux", self.pool == "public")
+        for name in ("uses_aux", "needs_aux"):
+            object.__setattr__(self, name, self.pool == "public")
 
     @property
     def pools(self) -> tuple[str, ...]:

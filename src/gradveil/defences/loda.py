@@ -102,6 +102,7 @@ class Loda(Defence):
         in_range("lr", self.lr, 0, open_low=True)
         in_range("together", self.together, 1)
         one_of("start", self.start, ["public", "noise"])
+        object.__setattr__(self, "needs_aux", self.start == "public")
 
     def on_data(self, data: Batch, client: Client) -> Batch:
         """All images obscured, batch by batch; what was kept of an earlier try is taken as it is."""

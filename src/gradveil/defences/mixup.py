@@ -72,6 +72,7 @@ class Mixup(Defence):
         in_range("cap", self.cap, 0, 1, open_low=True)
         if self.cap * self.k <= 1:
             raise ConfigError(f"cap must be more than 1/k, the mean coefficient, got {self.cap} with k={self.k}.")
+        object.__setattr__(self, "fewest_images", self.num_private)
 
     @property
     def pools(self) -> tuple[str, ...]:

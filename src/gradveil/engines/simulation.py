@@ -88,6 +88,8 @@ class Simulation:
             guards,
             self.defence.aux_labels,
         )
+        protected = settings.defended or range(settings.clients)
+        self.defence.check_images(min(self.data.sizes[client] for client in protected), aux=bool(self.data.public))
         if self.defence.marked_only and not self.data.count("sensitive", None):
             raise ConfigError(
                 f"Defence {self.defence.spec!r} protects images that are marked sensitive, got none. "

@@ -45,8 +45,8 @@ from gradveil.types import Tensors
 
 KEEP, PROJECT = "keep/", "project/"
 """Prefixes of what travels beside the gradients: whether a tensor counts, (T, 1, ..), and P, (T, R, R)."""
-STARTS, STEPS = 12, 60
-"""Searches for the four numbers for each class z, and steps of each."""
+STARTS, STEPS, TRIES = 12, 60, 5
+"""Searches for the four numbers for each class z, steps of each, and how often all begin anew where none succeeds."""
 EXPLAINED = 1e-3
 """The largest relative misfit at which equations count as solved."""
 EXACT = 1e-7
@@ -149,7 +149,6 @@ def split_last(gradients: Tensors, name: str, seen: Observation, label: int, sha
     theirs = (1 - share) * torch.eye(len(bias), dtype=torch.float64) + share * own  # a line for each z
     labels = torch.stack([own.expand_as(theirs), theirs], 1).repeat(STARTS, 1, 1)  # (N, 2, classes)
     rng = torch.Generator().manual_seed(0)  # not the attack's: it decides nothing but where a search begins
-    places = torch.randn(len(labels), 2, 2, generator=rng, dtype=torch.float64)
 
     def misfit(place: Tensor, target: Tensor) -> Tensor:
         errors = inside @ _inverse(place)  # (classes, 2)
@@ -157,9 +156,13 @@ def split_last(gradients: Tensors, name: str, seen: Observation, label: int, sha
         explained = logits.softmax(1) - target
         return torch.cat([(errors.T - explained).flatten(), errors.sum(1) - seen_bias])
 
-    places, costs = _levenberg(misfit, places, labels, EXACT * float(seen_bias.norm()))
-    best = int(costs.nan_to_num(torch.inf).argmin())
-    if not float(costs[best]) <= EXPLAINED * float(seen_bias.norm()) + 1e-12:
+    for _ in range(TRIES):
+        begun = torch.randn(len(labels), 2, 2, generator=rng, dtype=torch.float64)
+        places, costs = _levenberg(misfit, begun, labels, EXACT * float(seen_bias.norm()))
+        best = int(costs.nan_to_num(torch.inf).argmin())
+        if float(costs[best]) <= EXPLAINED * float(seen_bias.norm()) + 1e-12:
+            break
+    else:
         return None
     errors = inside @ _inverse(places[best])
     halves = [Half(places[best, each] @ plane, errors[:, each]) for each in range(2)]
