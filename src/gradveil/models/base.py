@@ -92,6 +92,14 @@ def _columns(normalisation: Normalisation, dtype: torch.dtype, device: torch.dev
         return mean, torch.tensor(normalisation.std, dtype=dtype, device=device).view(-1, 1, 1)
 
 
+class PixelMean(nn.Module):
+    """(N, C, H, W) to (N, C): each channel's mean; torch's adaptive pooling is slow under vmap, and warns of it."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Average over the pixels."""
+        return images.mean((2, 3))
+
+
 @dataclass(frozen=True)
 class Model(Component, ABC):
     """Base of the model zoo: frozen settings that build a network.

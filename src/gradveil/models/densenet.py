@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradveil.models.base import Model
+from gradveil.models.base import Model, PixelMean
 from gradveil.validate import in_range, one_of
 
 
@@ -64,8 +64,7 @@ class Densenet121(Model):
             OrderedDict(
                 features=nn.Sequential(features),
                 act=self.act(),
-                avgpool=nn.AdaptiveAvgPool2d(1),
-                flatten=nn.Flatten(),
+                avgpool=PixelMean(),
                 classifier=nn.Linear(channels, num_classes),
             )
         )

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.models.base import Model
+from gradveil.models.base import Model, PixelMean
 from gradveil.validate import in_range, one_of
 
 
@@ -44,7 +44,7 @@ class Resnet20(Model):
             act1=self.act(),
         )
         features = _add_stages(layers, self.width, self.blocks, self.act, self.shortcut)
-        layers.update(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), linear=nn.Linear(features, num_classes))
+        layers.update(avgpool=PixelMean(), linear=nn.Linear(features, num_classes))
         return nn.Sequential(layers)
 
 
@@ -99,7 +99,7 @@ class Resnet18(Model):
         if self.stem == "7x7":
             layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
         features = _add_stages(layers, self.width, self.blocks, self.act, shortcut="B")
-        layers.update(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(features, num_classes))
+        layers.update(avgpool=PixelMean(), fc=nn.Linear(features, num_classes))
         return nn.Sequential(layers)
 
 
