@@ -214,6 +214,9 @@ def test_a_lost_state_is_refused_and_one_of_a_round_that_is_played_again_is_not_
     (folder.path / "state-000003.safetensors").unlink()
     with pytest.raises(RunFolderError, match=r"it is lost.*remove .*has-private-state"):
         folder.load_state(3)
+    folder.save_state(4, {"n": torch.ones(1)})
+    with pytest.raises(RunFolderError, match="it is lost"):  # a later one is not that of round 3
+        folder.load_state(4)
     (tmp_path / "has-private-state").unlink()
     assert folder.load_state(3) is None
 

@@ -80,8 +80,8 @@ class PrivateFolder:
     """A client's own files, in a folder that only its owner can read. Nothing in it is ever sent.
 
     The state is kept by round, the newest two: a run that was killed in the middle of round r goes on from the state
-    before r, although some clients had finished r already. Beside the folder a mark says that there is a state, so that
-    a lost one is noticed: a client must not go on with a new key as if nothing had happened.
+    before r, although some clients had finished r already. Beside the folder a mark says since which round there is a
+    state, so that a lost one is noticed: a client must not go on with a new key as if nothing had happened.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class PrivateFolder:
         self._make()
         save_tensors(self._state_path(round_number), state, mode=0o600)
         if not self._mark.exists():
-            write_atomic(self._mark, b"", mode=0o600)
+            write_atomic(self._mark, str(round_number).encode(), mode=0o600)
         for old in self._versions(before=round_number)[:-1]:
             self._state_path(old).unlink(missing_ok=True)
 
@@ -103,12 +103,18 @@ class PrivateFolder:
         versions = self._versions(before=round_number)
         if versions:
             return _load_private(self._state_path(versions[-1]))
-        if self._mark.exists() and not any(self.path.glob("state-*.safetensors")):
+        nothing = not any(self.path.glob("state-*.safetensors"))
+        if self._mark.exists() and (nothing or self._first_round() < round_number):
             raise RunFolderError(
                 f"{self.path} must hold the client's private state (keys, locks), got none: it is lost. "
                 f"Restore it from a copy, or remove {self._mark} to let the client begin with a new one."
             )
         return None
+
+    def _first_round(self) -> int:
+        """The round after which a state was first kept, as the mark says."""
+        text = self._mark.read_text()
+        return int(text) if text.isdigit() else -1
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep other tensors, e.g. the data that a defence made."""
