@@ -1,23 +1,31 @@
 """Flower's real messages, through a grid in this process: to the bit the same training, and nothing private in them."""
 
+import importlib
 import json
+import runpy
+import sys
+import tomllib
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
 from gradveil.config import TrainSettings
 from gradveil.data import load_dataset
 from gradveil.engines.flower import flower_training, server_app
-from gradveil.engines.flower_site import client_app, tensors
+from gradveil.engines.flower_site import client_app, run_settings, tensors
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError, RunFolderError, TripwireError, WorkerError
 from gradveil.storage import load_tensors
+from gradveil.tripwire import TripwireWarning
 from tests.conftest import PROBES
 from tests.engines.test_simulation import same, small_set
 
@@ -109,7 +117,7 @@ def both(settings, tmp_path, **options):
         ("none", {"sampled": 2, "sensitive": "0.25", "partition": "dirichlet:alpha=1.0,min_images=4"}),
         ("prune", {"model": "resnet20", "rounds": 1}),
         ("dp-sgd", {"lr_decay": 0.5}),
-        ("soteria:probes=4", {"rounds": 1}),
+        ("soteria:probes=4", {"rounds": 1, "partition": "iid:images=4"}),
         ("entangle", {}),
         ("ca-fl", {}),
         ("fedkl", {"model": "lenet5", "sampled": 2, "rounds": 3}),
@@ -202,7 +210,7 @@ def test_numbers_must_be_there_once_each(settings, tmp_path, numbers):
 @pytest.mark.parametrize("own", [{}, {"partition-id": 3}, {"partition-id": "one"}])
 def test_a_node_without_a_sensible_number_is_refused(settings, tmp_path, own):
     nodes = {10: {"partition-id": 0}, 11: {"partition-id": 1}, 12: own}
-    with pytest.raises(ConfigError, match=r"Node 12 sent nothing\. partition-id .* 0\.\.2, got"):
+    with pytest.raises(ConfigError, match=r"Node 12 .* sent nothing\. partition-id .* 0\.\.2, got"):
         flower_training(LocalGrid(settings, tmp_path, nodes), settings, load_dataset(settings.dataset))
 
 
@@ -269,15 +277,25 @@ def test_a_lost_key_stops_the_client(settings, tmp_path):
         training.step(2)
 
 
-def test_a_site_decides_for_itself_on_the_tripwire(settings, tmp_path):
+def with_a_trap(settings, folder, **node_config):
+    """A training whose server sends rows that measure brightness, and biases that sort it."""
     settings = replace(settings, model="mlp:hidden=64", partition="iid:images=24")
-    grid = LocalGrid(settings, tmp_path, tripwire="refuse")
-    training = flower_training(grid, settings, load_dataset(settings.dataset))
+    training = flower_training(LocalGrid(settings, folder, **node_config), settings, load_dataset(settings.dataset))
     name = next(name for name, tensor in training.model.items() if tensor.shape == (64, 784))
-    training.model[name] = torch.full((64, 784), 1 / 784)  # rows that measure brightness, biases that sort it
+    training.model[name] = torch.full((64, 784), 1 / 784)
     training.model[name.replace("weight", "bias")] = -torch.linspace(-0.5, 1.0, 64)
+    return training
+
+
+def test_a_site_decides_for_itself_on_the_tripwire(settings, tmp_path):
     with pytest.raises(TripwireError, match=r"Client (\d) sent nothing\. The model that client \1 received"):
-        training.step(1)
+        with_a_trap(settings, tmp_path, tripwire="refuse").step(1)
+
+
+def test_warnings_of_the_sites_are_heard_at_the_server(settings, tmp_path):
+    with pytest.warns(TripwireWarning, match=r"The model that client \d received in round 1 must hold"):
+        row, _ = with_a_trap(replace(settings, tripwire="warn"), tmp_path).step(1)
+    assert row["tripwire_warnings"] == CLIENTS
 
 
 @pytest.mark.parametrize(
@@ -297,7 +315,9 @@ def test_a_site_trains_under_the_defence_that_it_agreed_to_alone(settings, tmp_p
     if fine:
         flower_training(grid, settings, load_dataset(settings.dataset)).step(1)
     else:
-        with pytest.raises(ConfigError, match=r"Node 8 sent nothing\. The run's defence must be the one"):
+        with pytest.raises(
+            ConfigError, match=r"Node 8 \(partition-id 1\) sent nothing\. The run's defence must be the one"
+        ):
             flower_training(grid, settings, load_dataset(settings.dataset))
 
 
@@ -339,7 +359,7 @@ def test_a_site_keeps_the_images_that_it_began_with(settings, own_sets):
         grid = LocalGrid(settings, own_sets / "sites", nodes)
         if number == 0:
             flower_training(grid, settings, load_dataset(settings.dataset))
-    with pytest.raises(RunFolderError, match=r"Node 7 sent nothing\. A site must keep the images"):
+    with pytest.raises(RunFolderError, match=r"Node 7 \(partition-id 0\) sent nothing\. A site must keep the images"):
         flower_training(grid, settings, load_dataset(settings.dataset))
 
 
@@ -361,3 +381,21 @@ def test_a_private_folder_is_asked_for(settings, tmp_path):
     grid = LocalGrid(settings, tmp_path, **{"private-folder": ""})
     with pytest.raises(ConfigError, match="private-folder in a node's config must name a folder"):
         flower_training(grid, settings, load_dataset(settings.dataset))
+
+
+def test_without_flower_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flwr.app", None)
+    for module in ("flower", "flower_site"):
+        monkeypatch.delitem(sys.modules, f"gradveil.engines.{module}")
+    with pytest.raises(ImportError, match=r"pip install 'gradveil\[flower\]'"):
+        importlib.import_module("gradveil.engines.flower")
+
+
+def test_the_example_is_an_app_with_settings_of_a_training():
+    folder = Path(__file__).parents[2] / "examples" / "flower"
+    app = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    context = Context(1, 1, {}, RecordDict(), app["config"])
+    assert run_settings(context).clients == 2
+    for name, kind in (("serverapp", ServerApp), ("clientapp", ClientApp)):
+        file, _, attribute = app["components"][name].partition(":")
+        assert isinstance(runpy.run_path(folder / f"{file}.py")[attribute], kind)

@@ -141,8 +141,8 @@ class FlowerEngine:
             else:  # the node's own, or the SuperLink's, which does not say whose it is
                 reasons[reply.metadata.src_node_id] = reply.error.reason or ""
         for node in contents:
-            name = self._names.get(node, f"Node {node}")
             if node not in answers:
+                name = self._names.get(node, f"Node {node}")
                 reason = reasons.get(node) or " ".join(filter(None, reasons.values())) or "nothing came in time."
                 raise WorkerError(
                     f"{name} must answer, got: {reason} Look at its SuperNode; the same run goes on from its last "
@@ -150,6 +150,7 @@ class FlowerEngine:
                 )
             if "error" in answers[node]:
                 failure = config(answers[node], "error")
+                name = self._names.get(node, f"Node {node} (partition-id {failure['number']})")
                 message = f"{name} sent nothing. {failure['message']}"
                 raise named_error(failure["kind"], message) or WorkerError(message)
         return {node: answers[node] for node in contents}
@@ -168,10 +169,10 @@ def server_app(*, timeout: float | None = None, wait: float = 600.0) -> ServerAp
         training = flower_training(grid, settings, dataset, timeout=timeout, wait=wait)
         if not out:
             for row in training.run():
-                LOG.info("%s", row)
+                _say(row)
             return
         with RunFolder(Path(out)) as folder:
-            record(training, folder, dataset, resume=True)
+            record(training, folder, dataset, resume=True, progress=lambda done, row, doing: _say(row, doing))
 
     app = ServerApp()
     app.main()(main)
@@ -193,6 +194,10 @@ def flower_training(
     engine = FlowerEngine(grid, settings, dataset, here, timeout=timeout, wait=wait)
     refuse_unmarked(defence, engine.num_sensitive)
     return Training(settings, defence, net, engine, engine.sizes, has_sensitive=bool(engine.num_sensitive))
+
+
+def _say(row: Mapping[str, object] | None, doing: str = "training") -> None:
+    LOG.info("%s: %s", doing, {} if row is None else dict(row))
 
 
 def _to_config(requests: Sequence[ScoreRequest]) -> ConfigRecord:

@@ -159,15 +159,16 @@ def _answering(
     def answer(message: Message, context: Context) -> Message:
         try:
             with single_thread():
-                content = work(_open_site(context, data), message.content)
+                return Message(work(_open_site(context, data), message.content), reply_to=message)
         except GradveilError as error:
             LOG.error("%s", error)
-            content = RecordDict({"error": ConfigRecord({"kind": type(error).__name__, "message": str(error)})})
+            kind, text = type(error).__name__, str(error)
         except Exception as error:  # its text may hold private values
             LOG.exception("The site failed.")
-            text = f"{type(error).__name__} at the site; its log has the rest."
-            content = RecordDict({"error": ConfigRecord({"kind": "", "message": text})})
-        return Message(content, reply_to=message)
+            kind, text = "", f"{type(error).__name__} at the site; its log has the rest."
+        number = str(context.node_config.get("partition-id"))
+        failure = ConfigRecord({"kind": kind, "message": text, "number": number})
+        return Message(RecordDict({"error": failure}), reply_to=message)
 
     return answer
 

@@ -110,9 +110,10 @@ class Training:
         everyone = range(self.settings.clients)
         personal = everyone[:MOST_PERSONAL] if self.net.has_private else range(0)
         asked = [ScoreRequest("test", client) for client in personal] or [ScoreRequest("test")]
+        asked = [ScoreRequest("own", client) for client in everyone] + asked
         with single_thread():
-            own = self.engine.score(round_number, [ScoreRequest("own", client) for client in everyone], self.model)
-            test = [score.accuracy for score in self.engine.score(round_number, asked, self.model)]
+            scores = self.engine.score(round_number, asked, self.model)
+        own, test = scores[: len(everyone)], [score.accuracy for score in scores[len(everyone) :]]
         others = None if personal else test[0]
         return [
             {
