@@ -86,10 +86,11 @@ class _Site:
         asked = config(content, "network")
         shape, num_classes = tuple(asked["shape"]), asked["num-classes"]
         normalisation = Normalisation(tuple(asked["mean"]), tuple(asked["std"])) if "mean" in asked else None
-        if self.data.shape != shape or max(self.data.train.labels) >= num_classes:
+        largest = max(int(split.labels.max(initial=0)) for split in (self.data.train, self.data.test))
+        if self.data.shape != shape or largest >= num_classes:
             raise ConfigError(
                 f"A site's images must have the run's shape {shape} and labels below {num_classes}, got "
-                f"{self.data.shape} and labels up to {max(self.data.train.labels)}."
+                f"{self.data.shape} and labels up to {largest}."
             )
         network = partial(make_network, self.settings, shape, num_classes, normalisation)
         return Devices(self.settings, self.data, self.defence, network, self.folder, self.seed)
@@ -114,12 +115,11 @@ def _open_site(context: Context, data: Callable[[Context], Dataset] | None) -> _
     folder = Path(private) / settings_hash(settings)
     own = _site_data(context, settings, defence, number, data)
     _refuse_other_data(folder / str(number) / "images-hash", fingerprint(own, []))
-    defence.check_images(len(own.train), aux=bool(own.public))
-    choices = {key: str(node.get(key, getattr(settings, key))) for key in ("tripwire", "device")}
+    if not left_out:
+        defence.check_images(len(own.train), aux=bool(own.public))
+    tripwire, device = str(node.get("tripwire", settings.tripwire)), str(node.get("device", settings.device))
     seed = None if node.get("repeatable") is True else secrets.randbits(63)
-    return _Site(
-        number, replace(settings, tripwire=choices["tripwire"], device=choices["device"]), defence, own, folder, seed
-    )
+    return _Site(number, replace(settings, tripwire=tripwire, device=device), defence, own, folder, seed)
 
 
 def _site_data(
