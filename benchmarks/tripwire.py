@@ -145,6 +145,12 @@ IMPRINTS = {
     "5 % of the rows": ("imprint", in_part(0.05)),
     "hidden at the rim": ("imprint", hidden),
 }
+CONVOLVED = {
+    "as a convolution": ("imprint", None),
+    "as a convolution, noise 5 %": ("imprint", noisy(0.05)),
+    "as a convolution, noise 30 %": ("imprint", noisy(0.3)),
+}
+"""The same rows as a convolution over the whole image."""
 TRAPS = {
     "published: 1000 rows": ("trap-weights", None),
     "64 rows": ("trap-weights:rows=64", None),
@@ -165,7 +171,9 @@ TRAPS = {
 }
 
 
-def altered(spec: str, change: Change | None, dataset: Dataset, seeds: range) -> Iterator[nn.Module]:
+def altered(
+    spec: str, change: Change | None, dataset: Dataset, seeds: range, *, convolved: bool = False
+) -> Iterator[nn.Module]:
     """The attack's models; for every third seed with public images, for every second without normalisation."""
     attack = build_attack(spec)
     model = "mlp" if "where=first" in spec else "lenet5"
@@ -178,13 +186,24 @@ def altered(spec: str, change: Change | None, dataset: Dataset, seeds: range) ->
         if change is not None:
             with torch.no_grad():
                 change(next(layer for layer in network.modules() if isinstance(layer, nn.Linear)), rng)
+        if convolved:
+            network.inserted.rows = as_convolution(network.inserted.rows, dataset.shape)
         yield network
+
+
+def as_convolution(rows: nn.Linear, shape: tuple[int, int, int]) -> nn.Module:
+    """The same function of an image (N, D)."""
+    layer = nn.Conv2d(shape[0], rows.out_features, shape[1:])
+    with torch.no_grad():
+        layer.weight.copy_(rows.weight.view_as(layer.weight))
+        layer.bias.copy_(rows.bias)
+    return nn.Sequential(nn.Unflatten(1, shape), layer, nn.Flatten())
 
 
 def measure(dataset: Dataset, seeds: range, kinds: list[str]) -> list[dict[str, object]]:
     """A row for each kind of model: how many, how many with an alarm, and by which checks.
 
-    Of an altered model only findings in the first Linear count, which holds the rows: what an attack puts behind them,
+    Of an altered model only findings in the first layer count, which holds the rows: what an attack puts behind them,
     to keep the network working, can give it away as well, but need not be there.
     """
     data, rows = batch(dataset, 0, 256), list[dict[str, object]]()
@@ -195,7 +214,7 @@ def measure(dataset: Dataset, seeds: range, kinds: list[str]) -> list[dict[str, 
             started = time.perf_counter()
             found = inspect(network, data)
             spent += time.perf_counter() - started
-            first = next(name for name, layer in network.named_modules() if isinstance(layer, nn.Linear))
+            first = next(name for name, layer in network.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d))
             counted = {finding.check for finding in found if kind == "honest" or finding.layer == first}
             count, alarms = count + 1, alarms + bool(counted)
             by.update(sorted(counted))
@@ -208,6 +227,8 @@ def measure(dataset: Dataset, seeds: range, kinds: list[str]) -> list[dict[str, 
     for kind, table in (("imprint", IMPRINTS), ("trap-weights", TRAPS)):
         for name, (spec, change) in table.items() if kind in kinds else []:
             add(kind, name, altered(spec, change, dataset, seeds))
+    for name, (spec, change) in CONVOLVED.items() if "imprint" in kinds else []:
+        add("imprint", name, altered(spec, change, dataset, seeds, convolved=True))
     for spec in HONEST + UNTRAINED_ONLY if "honest" in kinds else []:
         add("honest", spec, honest(spec, dataset, batch(dataset, 0, 2000), seeds))
     return rows

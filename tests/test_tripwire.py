@@ -105,6 +105,29 @@ def test_nearly_parallel_filters_are_honest_and_equal_ones_are_not(digits):
         assert checks(inspect(network, digits)) == {"parallel-rows"}
 
 
+def test_a_convolution_over_the_whole_image_is_looked_at_as_a_linear(digits):
+    linear = imprint(digits)
+    with torch.no_grad():
+        rows = linear[1]
+        noise = torch.randn(rows.weight.shape, generator=rng())
+        rows.weight.add_(0.1 * noise / noise.norm(dim=1, keepdim=True) * rows.weight.norm(dim=1, keepdim=True))
+        layer = nn.Conv2d(1, len(rows.weight), 28)
+        layer.weight.copy_(rows.weight.view_as(layer.weight))
+        layer.bias.copy_(rows.bias)
+    convolved = nn.Sequential(layer, nn.Flatten(), *linear[2:])
+    found = [{(f.check, f.family) for f in inspect(net, digits) if f.layer == name} for net, name in
+             ((linear, "1"), (convolved, "0"))]  # fmt: skip
+    assert found[0] == found[1]
+    assert ("isolated-cells", "imprint") in found[1]
+
+
+def test_a_network_that_ends_in_a_convolution_has_its_result_left_out(digits):
+    network = nn.Sequential(nn.Conv2d(1, 10, 28), nn.Flatten())
+    with torch.no_grad():
+        network[0].weight.copy_(network[0].weight[:1].expand_as(network[0].weight))
+    assert inspect(network, digits) == []
+
+
 def test_one_image_that_alone_reaches_a_layer_is_no_trap(digits):
     network = create_model("mlp:hidden=200", SHAPE, 10, seed=0)
     images = digits.images.clone()

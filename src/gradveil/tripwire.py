@@ -33,11 +33,13 @@ check                  points to     an alarm, and what honest layers give
 "Too many" is a binomial test at one in a million for a layer. The layer whose output is the network's is left out,
 since no gate comes behind it (and the rows of classes that nobody has are parallel in all honesty).
 
-Does not find: a server that knows these bounds and stays below them, at a price for its attack; weights that were
-trained to leak (SEER), or that single out a class or a feature (fishing), for these look like any others; anything of
-an honest server that is merely curious; layers other than Linear and Conv2d; convolutions that only pass the image on.
-Single images are looked for only among 32 images or more, and four or more of each class: among fewer, honest rows have
-them too. False alarms must be expected of weights that are quantised, or standardised so that every row adds up to 0.
+Does not find: a server that knows these bounds and stays below them, mostly at a price for its attack; weights that
+were trained to leak (SEER), or that single out a class or a feature (fishing), for these look like any others; anything
+of an honest server that is merely curious; layers other than Linear and Conv2d; convolutions that only pass the image
+on; noisy rows in a convolution that looks at a few large pieces of an image (one that leaves a single pixel counts as a
+Linear); one or two rows, which are enough for a batch of one image. Single images are looked for only among 32 images
+or more, and four or more of each class: among fewer, honest rows have them too. False alarms must be expected of
+weights that are quantised, or standardised so that every row adds up to 0.
 
 Reference: Fowl et al. 2022 (imprint), https://arxiv.org/abs/2110.13057; Boenisch et al. 2023 (trap weights),
 https://arxiv.org/abs/2112.02918. The checks are this package's own; benchmarks/tripwire.py measures them.
@@ -96,7 +98,12 @@ class Finding:
     sentence: str
 
     def __str__(self) -> str:
-        return f"{self.check} in {self.layer or 'the network'} ({self.family}): {self.sentence}"
+        return f"{self.title}: {self.sentence}"
+
+    @property
+    def title(self) -> str:
+        """Check, layer and family in a few words."""
+        return f"{self.check} in {self.layer or 'the network'} ({self.family})"
 
 
 def guard(mode: str, client: Client) -> None:
@@ -186,7 +193,7 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
 
 
 def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
-    """Look at what each image adds to the gradient of every Linear's rows, at the received weights.
+    """Look at what each image adds to the gradient of the rows of every layer that sees an image as a whole.
 
     A row's gradient is the sum over images of the input times a factor, the gradient by the row's output. Each image's
     factors are first divided by their norm over the layer, and images without any loss are left out: one badly
@@ -214,7 +221,7 @@ def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
 class _Call:
     """What a layer met on its way.
 
-    For a convolution, and for a Linear that meets many positions of an image, the tensors are None.
+    For a layer that meets many places of an image, as convolutions mostly do, the tensors are None.
     """
 
     name: str
@@ -244,11 +251,12 @@ def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
         result = model(batch.images)
         loss = F.cross_entropy(result, batch.labels, reduction="sum")
     last = next((name for name, (_, output) in reversed(met.items()) if _is_result(output, result)), None)
-    flat = [name for name, (_, out) in met.items() if name != last and out.dim() == 2]
+    seen = {name: _seen_once(layers[name], *met[name]) for name in met if name != last}
+    flat = [name for name, inputs in seen.items() if inputs is not None]
     slopes = torch.autograd.grad(loss, [result, *(met[name][1] for name in flat)], allow_unused=True)
-    by_name = dict(zip(flat, slopes[1:], strict=True))
+    by_name = {name: None if slope is None else slope.flatten(1) for name, slope in zip(flat, slopes[1:], strict=True)}
     calls = [
-        _Call(name, layer, met[name][0], met[name][1].detach(), by_name[name])
+        _Call(name, layer, seen[name], met[name][1].detach().flatten(1), by_name[name])
         if name in by_name
         else _Call(name, layer, None, None, None)
         for name, layer in layers.items()
@@ -258,7 +266,19 @@ def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
 
 
 def _is_result(output: Tensor, result: Tensor) -> bool:
-    return output.shape == result.shape and torch.equal(output, result)
+    return output.numel() == result.numel() and torch.equal(output.flatten(1), result.flatten(1))
+
+
+def _seen_once(layer: nn.Linear | nn.Conv2d, inputs: Tensor, output: Tensor) -> Tensor | None:
+    """(N, entries) what the rows see of each image; None if they see several places of it.
+
+    A convolution that leaves a single pixel is a Linear by another name.
+    """
+    if isinstance(layer, nn.Linear):
+        return inputs if output.dim() == 2 else None
+    if tuple(output.shape[2:]) != (1, 1) or layer.groups != 1 or isinstance(layer.padding, str):
+        return None
+    return F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)[:, :, 0]
 
 
 def _enough(data: Batch) -> int:

@@ -17,6 +17,7 @@ from gradveil.defences.mixup import Mixup
 from gradveil.errors import ConfigError, RunFolderError
 from gradveil.observe import observe
 from gradveil.report.headline import headline
+from gradveil.report.summary import summarise
 from tests.audit.conftest import QUICK
 
 TIMES = ("seconds", "round_seconds", "overhead")
@@ -301,6 +302,7 @@ def test_missing_pictures_are_made_again(small, tmp_path):
         ({"partition": "by-clas"}, "Unknown partition"),
         ({"knows": "labels"}, "needs num-examples, got knows without it"),
         ({"defences": "mixup", "images": 3}, "needs clients with 4 images or more, got one with 3"),
+        ({"defences": "mixup:k=5", "images": 6, "partition": "iid:images=4"}, "5 images or more, got one with 4"),
         ({"defences": "clip+loda"}, "needs public images, got none"),
         ({"weights": "no-such-file"}, "No such file or directory: no-such-file"),
     ],
@@ -323,6 +325,23 @@ def test_a_certificate_stands_in_its_rows(small, tmp_path):
     assert bounds["soteria:prune=0.5"] > 0
 
 
+def test_rows_of_an_earlier_version_are_not_worked_out_again(small, tmp_path):
+    settings, folder = small(rounds=0), tmp_path / "run"
+    audit(settings, folder, workers=0)
+    for path in (folder / "cells").glob("*.json"):
+        rows = json.loads(path.read_bytes())
+        old = [{k: v for k, v in row.items() if k not in ("tripwire", "guessed")} | {"seconds": -1} for row in rows]
+        path.write_text(json.dumps(old))
+    rows = audit(settings, folder, workers=0, resume=True).rows
+    assert [(row["seconds"], row["tripwire"], row["guessed"]) for row in rows] == [(-1, None, None)] * len(rows)
+
+
+def test_images_without_a_guess_are_not_recognised():
+    row = {"kind": "privacy", "defence": "none", "attack": "imprint", "seed": 0, "psnr": 60.0, "ssim": 0.9}
+    counts = [summarise([row | {"guessed": share}])[0]["recognisable"] for share in (1.0, 0.6, 0.5, None)]
+    assert counts == [1, 1, 0, 1]
+
+
 def test_rows_say_whether_the_client_would_have_noticed_an_altered_model(small, tmp_path):
     settings = small(
         attacks=f"{QUICK},imprint:bins=8,trap-weights:rows=32", knows="labels,num-examples,alters-model", rounds=0
@@ -330,8 +349,9 @@ def test_rows_say_whether_the_client_would_have_noticed_an_altered_model(small, 
     result = audit(settings, tmp_path / "run", workers=0)
     found = {row["attack"].partition(":")[0]: row["tripwire"] for row in result.rows}
     assert found["gs"] is None
-    assert "parallel-rows" in found["imprint"]
-    assert "balanced-rows" in found["trap-weights"]
+    assert "parallel-rows in inserted.rows (imprint)" in found["imprint"]
+    assert "balanced-rows in inserted.rows (trap-weights)" in found["trap-weights"]
+    assert not any("shift" in text for texts in found.values() for text in texts or [])
     altered = [row for row in result.rows if row["tripwire"] is not None]
     assert f"warned of the altered model before {len(altered)} of {len(altered)} updates" in headline(result.rows)
 

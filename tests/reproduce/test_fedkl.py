@@ -47,8 +47,10 @@ def test_raw_lpips_is_that_of_numbers_from_0_to_255(real_data):
 def test_accuracy(tmp_path):
     rows, _ = smoke("1", tmp_path)
     assert [(row["training"], row["defence"]) for row in rows] == [
-        ("centralised", "none"), ("centralised", "fedkl"), ("federated", "none"), ("federated", "fedkl"),
+        ("centralised", "none"), ("centralised", "fedkl:lock=common"),
+        ("federated", "none"), ("federated", "fedkl:lock=common"), ("federated", "fedkl"),
     ]  # fmt: skip
+    assert [row["paper"] for row in rows] == [98.09, 98.07, 98.14, 97.45, None]
     assert all(10 < row["accuracy"] <= row["best_round"] <= 100 for row in rows if row["training"] == "centralised")
 
 
@@ -62,10 +64,13 @@ def test_curves(tmp_path):
 def test_keys(tmp_path):
     rows, _ = smoke("3", tmp_path)
     keys = [row["key"] for row in rows]
-    assert keys == [
-        "client 0", "client 1", "client 2", "average", "another's key", "random key, own lock", "random",
+    assert keys == 2 * [
+        "client 0", "client 1", "client 2", "average", "another's key", "random key, own lock",
+        "random key, server's first lock", "random",
     ]  # fmt: skip
-    assert rows[-1]["gap"] == 0
+    assert [row["defence"] for row in rows[::8]] == ["fedkl:lock=common", "fedkl"]
+    assert [row["paper"] for row in rows[::8]] == [97.88, None]
+    assert rows[-1]["gap"] == rows[7]["gap"] == 0
     locks = 2 * 6 * 1025
     assert rows[0]["lock_proportion"] == f"{100 * locks / (61706 + locks):.2f} %"
 

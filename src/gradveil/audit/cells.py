@@ -82,7 +82,9 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
         defence.check_images(settings.images, aux=bool(settings.aux) or not settings.rounds)
         defence.check(defended(copy.deepcopy(network), defence, settings.seed, "server"))
     if settings.rounds:
-        federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)
+        dealt = federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)
+        for defence in defences:
+            defence.check_images(min(dealt.sizes), aux=True)
 
 
 def failed_rows(cell: Cell, why: str) -> Rows:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks import Attack, Scene, build_attack
 from gradveil.attacks.matching import Matching
+from gradveil.attacks.parts.analytic import Block
 from gradveil.audit.plan import Cell, Rows, facts_of, finite
 from gradveil.audit.settings import AuditSettings
 from gradveil.client import LocalSettings
@@ -21,6 +22,7 @@ from gradveil.engines.devices import local_settings, make_network
 from gradveil.engines.simulation import chosen_normalisation, usable_device
 from gradveil.errors import ConfigError
 from gradveil.metrics import align, label_accuracy, score_targets
+from gradveil.metrics.base import is_guess
 from gradveil.observe import observe
 from gradveil.randomness import derive_seed, stream
 from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
@@ -36,9 +38,13 @@ PUBLIC = 500
 
 PRIVACY = (
     "kind", "defence", "attack", "adaptive", "seed", "target", "mse", "psnr", "ssim", "lpips", "label_accuracy",
-    "converged", "attacker_loss", "knows", "epsilon", "delta", "certificate", "tripwire", "seconds", "why", "failed",
-    "cell",
+    "guessed", "converged", "attacker_loss", "knows", "epsilon", "delta", "certificate", "tripwire", "seconds",
+    "why", "failed", "cell",
 )  # fmt: skip
+
+
+LATER = frozenset({"guessed", "tripwire"})
+"""Of these, what rows of earlier versions did not have; it is None there."""
 
 
 def attack_cell(
@@ -83,14 +89,16 @@ def _certified(cell: Cell, seen: Observation, private: list[Batch], defence: Def
 
 
 def _alarms(seen: Observation, private: list[Batch]) -> list[list[str] | None]:
-    """Which checks of the tripwire warn each client of an altered model, by its images alone; None of an honest one.
+    """What the tripwire tells each client of an altered model, by its images alone; None of an honest one.
 
-    The architecture is not compared: a client that compares it finds every layer that was put in.
+    The architecture is not compared: a client that compares it finds every layer that was put in. What stands behind
+    the rows to keep the network working is left out, for an attack could do without.
     """
     if not seen.knows(Knowledge.ALTERS_MODEL):
         return [None] * len(private)
     device = next(seen.network.parameters()).device
-    return [sorted({found.check for found in inspect(seen.network, batch.to(device))}) for batch in private]
+    behind = {f"{name}.shift" for name, layer in seen.network.named_modules() if isinstance(layer, Block)}
+    return [[f.title for f in inspect(seen.network, batch.to(device)) if f.layer not in behind] for batch in private]
 
 
 def _keeping(attack: Attack) -> Attack:
@@ -209,6 +217,7 @@ def _scored(
             **figures[number],
             "target": cell.first + number,
             "label_accuracy": label_accuracy(batch.labels, result.labels[number].cpu()),
+            "guessed": float(is_guess(guess[number]).float().mean()),
             "converged": bool(result.converged[number]),
             "attacker_loss": loss if np.isfinite(loss) else None,
             "knows": seen.threat.names,

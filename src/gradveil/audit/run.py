@@ -15,7 +15,7 @@ from gradveil.attacks import Attack, build_any_attack
 from gradveil.audit.cells import KEYS, check, columns_of
 from gradveil.audit.plan import Cell, Rows, num_rows, plan
 from gradveil.audit.pool import work_through
-from gradveil.audit.privacy import private_batches, refuse_known
+from gradveil.audit.privacy import LATER, private_batches, refuse_known
 from gradveil.audit.settings import AuditSettings, make_audit_settings
 from gradveil.config import read_settings, to_toml
 from gradveil.data import Dataset, load_dataset
@@ -179,8 +179,9 @@ def _finished(folder: Path, cell: Cell, settings: AuditSettings) -> Rows:
     except (OSError, ValueError):
         return []
     whole = isinstance(rows, list) and len(rows) == num_rows(cell, settings) and all(isinstance(r, dict) for r in rows)
-    if not whole or any(set(KEYS[cell.kind]) - row.keys() or row["failed"] for row in rows):
+    if not whole or any(set(KEYS[cell.kind]) - LATER - row.keys() or row["failed"] for row in rows):
         return []
+    rows = [dict.fromkeys(KEYS[cell.kind]) | row for row in rows]
     there = cell.kind != "privacy" or (folder / f"{cell.name}.safetensors").is_file()
     return rows if there else []
 

@@ -257,7 +257,7 @@ class Defence(Component):
         if fewest < self.fewest_images:
             raise ConfigError(
                 f"Defence {self.spec!r} needs clients with {self.fewest_images} images or more, got one with {fewest}. "
-                "Give clients more images (attacked ones with --images), or lower what it mixes."
+                "Give clients more images (those that an audit attacks: --images), or lower what it mixes."
             )
         if self.needs_aux and not aux:
             raise ConfigError(f"Defence {self.spec!r} needs public images, got none. Give --aux.")

@@ -19,8 +19,9 @@ __all__ = ["command_of", "headline", "membership", "summarise", "utility", "writ
 
 SUMMARY = (
     "defence", "attack", "adaptive", "n", "seeds", "failed", "mse", "psnr", "psnr_low", "psnr_high", "psnr_worst",
-    "ssim", "lpips", "recognisable", "label_accuracy", "not_converged", "epsilon", "delta", "certificate", "knows",
-    "seconds", "epsilon_training", "delta_training", "accuracy", "accuracy_sensitive", "round_seconds", "overhead",
+    "ssim", "lpips", "recognisable", "guessed", "label_accuracy", "not_converged", "epsilon", "delta", "certificate",
+    "knows", "seconds", "epsilon_training", "delta_training", "accuracy", "accuracy_sensitive", "round_seconds",
+    "overhead",
 )  # fmt: skip
 """The columns of summary.csv."""
 

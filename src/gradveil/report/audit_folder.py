@@ -14,7 +14,8 @@ from gradveil.membership import FALSE_RATES
 Row = dict[str, Any]
 
 _NUMBERS = (
-    "mse", "psnr", "ssim", "lpips", "label_accuracy", "attacker_loss", "epsilon", "delta", "certificate", "seconds",
+    "mse", "psnr", "ssim", "lpips", "label_accuracy", "guessed", "attacker_loss", "epsilon", "delta", "certificate",
+    "seconds",
     "accuracy", "accuracy_sensitive", "round_seconds", "overhead", "rounds",
     "auc", "tpr_at_1_fpr", "advantage", "auc_loss", "auc_confidence", "members", "non_members", "queries",
     "accuracy_members", "accuracy_non_members",

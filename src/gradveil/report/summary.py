@@ -129,6 +129,7 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
         "ssim": mean(whole, "ssim"),
         "lpips": mean(whole, "lpips"),
         "recognisable": _recognisable(whole),
+        "guessed": mean(whole, "guessed"),
         "label_accuracy": mean(whole, "label_accuracy"),
         "not_converged": sum(row.get("converged") is False for row in whole),
         "not_decoded": _not_decoded(whole),
@@ -141,11 +142,20 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
 
 
 def _recognisable(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """How many are recognisable; None where guesses are there but SSIM was not measured on any."""
-    measured = [row["ssim"] for row in rows if row.get("ssim") is not None]
+    """How many are recognisable; None where guesses are there but SSIM was not measured on any.
+
+    Of a batch, images without a guess count as not alike at all.
+    """
+    measured = [row["ssim"] * _guessed(row) for row in rows if row.get("ssim") is not None]
     if not measured and any(row.get("psnr") is not None for row in rows):
         return None
     return len([value for value in measured if value >= RECOGNISABLE])
+
+
+def _guessed(row: Mapping[str, Any]) -> float:
+    """The share of a target's images that there is a guess for; rows of earlier versions don't say."""
+    share = row.get("guessed")
+    return 1.0 if share is None else float(share)
 
 
 def _not_decoded(rows: Sequence[Mapping[str, Any]]) -> str:

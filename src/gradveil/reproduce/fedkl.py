@@ -28,7 +28,8 @@ from gradveil.reproduce.trainings import trained
 from gradveil.storage import PrivateFolder
 from gradveil.types import Tensors
 
-DEFENCE = "fedkl"
+DEFENCE, OWN = "fedkl:lock=common", "fedkl"
+"""The paper's, whose locks begin with values that the server hands out, and ours, whose clients draw them."""
 CLIENTS = 3
 
 
@@ -126,13 +127,14 @@ def _trained(lab: Lab, modes: Mapping[str, int]) -> tuple[list[dict[str, Any]], 
     chosen = tasks(lab)
     rows: list[dict[str, Any]] = []
     curves: dict[str, dict[str, Curve]] = {}
-    total = 2 * len(chosen) * len(modes)
+    defences = {mode: ("none", DEFENCE, *[OWN] * (clients > 1)) for mode, clients in modes.items()}
+    total = len(chosen) * sum(map(len, defences.values()))
     notes = []
     for task in chosen:
         data = images_of(task, lab)
         notes.append(_note(task, data))
         for mode, clients in modes.items():
-            for defence in ("none", DEFENCE):
+            for defence in defences[mode]:
                 title = f"{task.paper}, {mode}"
                 curve = train_curve(task, data, defence, clients, lab, lab.telling(title, len(rows), total))
                 curves.setdefault(title, {})[defence] = curve
@@ -143,7 +145,8 @@ def _trained(lab: Lab, modes: Mapping[str, int]) -> tuple[list[dict[str, Any]], 
                 )  # fmt: skip
     notes.append(
         "Accuracy in percent after the last round; `best_round` is the largest of all rounds on the test images, which "
-        f"is what the paper reports. Federated: {CLIENTS} clients with equal parts. One seed."
+        f"is what the paper reports. Federated: {CLIENTS} clients with equal parts. One seed. With `lock=common` all "
+        "locks begin with values that the server hands out, as in the paper; without it each client draws its own."
     )
     return rows, curves, notes
 
@@ -189,20 +192,22 @@ def table_3(lab: Lab) -> Result:
         data = images_of(task, lab)
         notes.append(_note(task, data))
 
-        def work(task: Task = task, data: Dataset = data, number: int = number) -> list[dict[str, Any]]:
-            return _keys_tried(lab, task, data, lab.telling(task.paper, number, len(chosen)))
-
-        rows += lab.once(("keys", task), work)
+        for more, defence in enumerate((DEFENCE, OWN)):
+            tell = lab.telling(f"{task.paper}, {defence}", 2 * number + more, 2 * len(chosen))
+            rows += lab.once(("keys", task, defence), partial(_keys_tried, lab, task, data, defence, tell))
     notes.append(
         "Accuracy in percent of the global model. `own key, own lock` is the paper's `Client`; `another's key` keeps "
         "the client's own lock (mean over the other clients); `random key, own lock` likewise; `random` has both at "
-        "random, as in the paper (mean of 5). The gap is to `random`."
+        "random, as in the paper (mean of 5). The gap is to `random`. With `lock=common` the server's first lock is "
+        "the one that all clients began with."
     )
     return Result(rows, notes)
 
 
-def _keys_tried(lab: Lab, task: Task, data: Dataset, tell: Callable[[float], None]) -> list[dict[str, Any]]:
-    settings = replace(training(task, DEFENCE, CLIENTS, lab.seed), eval_every=task.rounds)
+def _keys_tried(
+    lab: Lab, task: Task, data: Dataset, defence: str, tell: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    settings = replace(training(task, defence, CLIENTS, lab.seed), eval_every=task.rounds)
     with (
         TemporaryDirectory(prefix="gradveil-keys-") as folder,
         Simulation(settings, dataset=data, workers=0, clients_folder=Path(folder)) as simulation,
@@ -215,6 +220,7 @@ def _keys_tried(lab: Lab, task: Task, data: Dataset, tell: Callable[[float], Non
 def _with_keys(simulation: Simulation, task: Task, folder: Path, seed: int) -> list[dict[str, Any]]:
     net = simulation.net
     net.receive(net.shared_vector(simulation.model))
+    first = net.private_tensors()
     own = [_secrets(folder, client, task.rounds) for client in range(CLIENTS)]
     rng = stream(seed, "reproduce", "fedkl", "keys")
 
@@ -223,23 +229,26 @@ def _with_keys(simulation: Simulation, task: Task, folder: Path, seed: int) -> l
         total = sum((score(net.module, batch) for batch in _test_batches(simulation)), Score())
         return 100 * total.accuracy
 
-    def mixed(lock: int, key: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {**own[lock], **{name: tensor for name, tensor in key.items() if name.endswith(".key")}}
+    def mixed(lock: Tensors, key: Tensors) -> dict[str, Tensor]:
+        return {**lock, **{name: tensor for name, tensor in key.items() if name.endswith(".key")}}
 
-    others = [accuracy(mixed(i, own[j])) for i in range(CLIENTS) for j in range(CLIENTS) if i != j]
+    others = [accuracy(mixed(own[i], own[j])) for i in range(CLIENTS) for j in range(CLIENTS) if i != j]
     strange = [_random(own[0], rng) for _ in range(5)]
     found = {f"client {client}": accuracy(own[client]) for client in range(CLIENTS)}
     found |= {
         "average": statistics.fmean(found.values()),
         "another's key": statistics.fmean(others),
-        "random key, own lock": statistics.fmean(accuracy(mixed(i % CLIENTS, s)) for i, s in enumerate(strange)),
+        "random key, own lock": statistics.fmean(accuracy(mixed(own[i % CLIENTS], s)) for i, s in enumerate(strange)),
+        "random key, server's first lock": statistics.fmean(accuracy(mixed(first, secrets)) for secrets in strange),
         "random": statistics.fmean(accuracy(secrets) for secrets in strange),
     }
     locks = sum(t.numel() for name, t in own[0].items() if not name.endswith(".key"))
     share = locks / sum(parameter.numel() for parameter in net.module.parameters())
+    defence = simulation.defence.spec
+    told = PAPER_3[task.paper] if defence == DEFENCE else {}
     return [
-        {"task": task.paper, "key": key, "accuracy": rounded(value), "gap": rounded(value - found["random"]),
-         "paper": PAPER_3[task.paper].get(key), "lock_proportion": f"{100 * share:.2f} %",
+        {"task": task.paper, "defence": defence, "key": key, "accuracy": rounded(value),
+         "gap": rounded(value - found["random"]), "paper": told.get(key), "lock_proportion": f"{100 * share:.2f} %",
          "paper_proportion": PAPER_PROPORTION[task.paper]}
         for key, value in found.items()
     ]  # fmt: skip

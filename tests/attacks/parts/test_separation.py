@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gradveil.attacks.parts import separation
 from gradveil.attacks.parts.separation import (
     KEEP,
     PROJECT,
@@ -126,3 +127,17 @@ def test_gradients_by_channel_and_back():
         assert channels.shape[:2] == (2, 4)
         assert torch.equal(channels[1, 2], gradient[1, :, 2].flatten())
         assert torch.equal(by_weight(channels, gradient), gradient)
+
+
+def test_a_search_that_explains_nothing_begins_anew(monkeypatch):
+    _, labels, seen = hidden()
+    monkeypatch.setattr(separation, "STARTS", 1)
+    monkeypatch.setattr(separation, "STEPS", 12)
+
+    def told(tries):
+        monkeypatch.setattr(separation, "TRIES", tries)
+        gradients = [{name: tensor[t].double() for name, tensor in seen.mean_gradients.items()} for t in range(3)]
+        return [split_last(g, "fc", seen, int(labels[t]), SHARE) is not None for t, g in enumerate(gradients)]
+
+    assert not all(told(1))
+    assert all(told(60))

@@ -18,6 +18,7 @@ defence, and leaves out the rest.
 Needs: one private image with a known label and one decoy, in a single step; a network that ends in a Linear with bias.
 Before that Linear only plain chains are followed, `gradveil.attacks.parts.chains`.
 Fails: where both errors are the same but for a factor, so that the plane is a line: both images sure of one class.
+Where decoy and private image have the same label, it may take one for the other if the decoy is not far from images.
 Reference: this package's own; R-GAP, https://arxiv.org/abs/2010.07733, has the equations of one image.
 """
 
