@@ -13,7 +13,7 @@
         ├── DefenceError       a defence could not protect an update, so it was not sent
         ├── DivergedError      the training produced NaN or infinity
         ├── TripwireError      a client found a trap in the model, and sent nothing
-        └── WorkerError        a worker process was lost
+        └── WorkerError        a worker process, or a site's node, was lost
 
 Each message is one sentence with what was wrong, the rule and the value, followed by the way out.
 The command line turns `TrainingError` into exit code 1 and all others into exit code 2.
@@ -80,4 +80,17 @@ class TripwireError(TrainingError):
 
 
 class WorkerError(TrainingError):
-    """A worker process was lost."""
+    """A worker process, or a site's node, was lost."""
+
+
+def named_error(kind: str, message: str) -> GradveilError | None:
+    """The error of this class, as another process raised it; None where gradveil has no such class.
+
+    Example:
+        >>> named_error("DataError", "No images.")
+        DataError('No images.')
+    """
+    found = globals().get(kind)
+    if not (isinstance(found, type) and issubclass(found, GradveilError)):
+        return None
+    return ConfigError(message) if issubclass(found, UnknownNameError) else found(message)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from gradveil.attacks import MembershipAttack
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset
-from gradveil.engines.simulation import Simulation, single_thread
+from gradveil.engines.simulation import Simulation
+from gradveil.engines.training import single_thread
 from gradveil.progress import part
 from gradveil.randomness import stream
 from gradveil.server import Round

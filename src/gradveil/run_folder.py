@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml
 from gradveil.data import Dataset
+from gradveil.data.federated import FederatedData
 from gradveil.errors import ConfigError, DataError, RunFolderError
 from gradveil.storage import load_tensors, read_metadata, save_tensors, write_atomic
 from gradveil.validate import is_file
@@ -92,7 +93,7 @@ class RunFolder:
                 "Add --resume to go on with it, or choose another --out."
             )
         self._check_same_run(settings)
-        self._identity = {"data": fingerprint, "settings": _hash(settings)}
+        self._identity = {"data": fingerprint, "settings": settings_hash(settings)}
         checkpoint = self._load()
         for part in self.path.glob(".*.part"):  # the rest of a write that was killed
             part.unlink(missing_ok=True)
@@ -165,12 +166,12 @@ class RunFolder:
         )
 
 
-def _hash(settings: TrainSettings) -> str:
+def settings_hash(settings: TrainSettings) -> str:
     """A short hash of all settings but the number of rounds, which may grow."""
     return hashlib.blake2b(to_toml(replace(settings, rounds=0, save_rounds=())), digest_size=16).hexdigest()
 
 
-def fingerprint(dataset: Dataset, files: Iterable[str]) -> str:
+def fingerprint(dataset: Dataset | FederatedData, files: Iterable[str]) -> str:
     """A short hash of what settings only point to: labels, a thousand images, and the files that are named."""
     digest = hashlib.blake2b(digest_size=16)
     for path in filter(None, files):

@@ -19,7 +19,8 @@ from gradveil.data.auxiliary import joined, refuse_overlap
 from gradveil.data.federated import federate
 from gradveil.defences import build_defence
 from gradveil.engines.devices import defended, make_network
-from gradveil.engines.simulation import check_output, chosen_normalisation, single_thread
+from gradveil.engines.simulation import check_output, chosen_normalisation
+from gradveil.engines.training import single_thread
 from gradveil.errors import ConfigError, GradveilError
 from gradveil.threat import Knowledge, ThreatModel
 

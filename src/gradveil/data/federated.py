@@ -59,6 +59,14 @@ class FederatedData:
         mine = slice(self.offsets[number], self.offsets[number + 1])
         return _batch(self.train, self.indices[mine], self.sensitive[mine])
 
+    def only(self, client: int, number: int, num_clients: int) -> "FederatedData":
+        """What the device of one client holds: its images alone, as those of ``number`` among so many, and the rest."""
+        mine = slice(self.offsets[client], self.offsets[client + 1])
+        chosen = self.indices[mine]
+        train = Split(self.train.images[chosen], self.train.labels[chosen])
+        offsets = np.where(np.arange(num_clients + 1) > number, len(chosen), 0)
+        return FederatedData(train, self.test, np.arange(len(chosen)), offsets, self.sensitive[mine], self.public)
+
     @cached_property
     def aux(self) -> Batch | None:
         """The public images, where there are any."""

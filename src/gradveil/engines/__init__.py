@@ -1,1 +1,1 @@
-"""Where clients run: the embedded simulation, in this process or on all cores."""
+"""Where clients run: the embedded simulation, in this process or on all cores; real sites, over Flower."""

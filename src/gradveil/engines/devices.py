@@ -103,7 +103,11 @@ def _explain_single_image() -> Iterator[None]:
 
 
 class Devices:
-    """Runs any client's round, given what was broadcast; holds no client's data or state between calls."""
+    """Runs any client's round, given what was broadcast; holds no client's data or state between calls.
+
+    All that is drawn for a client comes from ``seed``, by default the run's own: a real site draws one that nobody else
+    knows, since whoever has the seed can draw the same noise, batches and keys.
+    """
 
     def __init__(
         self,
@@ -112,19 +116,21 @@ class Devices:
         defence: Defence,
         network: Callable[[], nn.Module],
         folder: Path,
+        seed: int | None = None,
     ) -> None:
         self._settings, self._data, self._defence = settings, data, defence
         self._network, self._folder = network, folder
         self._how = local_settings(settings)
-        self._net = self._flat("server")
+        self._seed = settings.seed if seed is None else seed
+        self._net = self._flat("server", settings.seed)
         self._server_private = self._net.private_tensors()
         hooks = ("on_data", "on_batch", "on_gradient", "on_update")
         aux = data.aux if defence.uses_aux else None
         self._aux = None if aux is None else aux.to(settings.device)
         self._stateful = bool(self._server_private) or any(defence.overrides(hook) for hook in hooks)
 
-    def _flat(self, owner: str) -> FlatModel:
-        module = defended(self._network(), self._defence, self._settings.seed, owner).to(self._settings.device)
+    def _flat(self, owner: str, seed: int) -> FlatModel:
+        module = defended(self._network(), self._defence, seed, owner).to(self._settings.device)
         return FlatModel(module, is_private(module, self._defence, self._settings))
 
     @property
@@ -135,7 +141,7 @@ class Devices:
     def train(self, number: int, round_number: int, received: Tensor, public: Tensors, lr: float) -> Update:
         """One client's round: its data and private state in, the protected update out, the new state saved."""
         folder = self._private_folder(number)
-        seed = self._settings.seed
+        seed = self._seed
         saved = self._restore(number, round_number, folder)
         state = dict(saved or {})
         self._net.receive(received)
@@ -184,7 +190,7 @@ class Devices:
         saved = folder.load_state(round_number) if self._stateful else None
         if self._server_private:
             if saved is None:
-                self._net.set_private(self._flat(f"client {number}").private_tensors())
+                self._net.set_private(self._flat(f"client {number}", self._seed).private_tensors())
             else:
                 self._net.set_private(_without_prefix(saved, "model."))
         return None if saved is None else _without_prefix(saved, "state.")
@@ -193,7 +199,7 @@ class Devices:
         """Replace the client's data by ``on_data``'s, made once and kept with the state that it left."""
         kept = folder.load("data")
         if kept is None:
-            rng = stream(self._settings.seed, "on_data", client.id)
+            rng = stream(self._seed, "on_data", client.id)
             data = self._defence.on_data(client.data, replace(client, rng=rng))
             kept = {"images": data.images, "labels": data.labels, "sensitive": data.sensitive}
             kept |= {f"state.{key}": value for key, value in client.state.items()}

@@ -1,10 +1,8 @@
 """The embedded federated simulation: data, clients, server and engine put together."""
 
-import math
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -18,19 +16,15 @@ from gradveil.data.federated import FederatedData, federate
 from gradveil.defences import Defence, build_defence
 from gradveil.engines.devices import defended, is_private, make_network, refuse_in_part
 from gradveil.engines.in_process import InProcess
+from gradveil.engines.training import Training
 from gradveil.engines.workers import Blueprint, Workers
-from gradveil.errors import ConfigError, DivergedError, RunFolderError
+from gradveil.errors import ConfigError
 from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation, parse_normalisation
-from gradveil.server import Engine, Round, ScoreRequest, learning_rate, play_round
-from gradveil.tripwire import hearing
-
-MOST_PERSONAL = 200
-"""Clients with a model of their own that are scored on all test images at the end."""
-Row = dict[str, object]
+from gradveil.server import Engine
 
 
-class Simulation:
+class Simulation(Training):
     """A federated training run in memory; use as a context manager.
 
     Results depend on the settings alone: not on the number of workers, nor on what ran before in this process.
@@ -68,52 +62,30 @@ class Simulation:
         live = defence is not None or network is not None
         if live and workers:
             raise ConfigError(f"workers must be 0 when a defence or network object is given, got {workers}.")
-        self.settings = settings
-        self.defence = defence or build_defence(settings.defence)
-        refuse_in_part(self.defence, settings)
+        defence = defence or build_defence(settings.defence)
+        check_choices(settings, defence)
         device = usable_device(settings.device)
         self.dataset = dataset or load_dataset(settings.dataset, data_root)
-        guards = self.defence.early_clients(settings.clients)
-        if settings.aux and not self.defence.uses_aux:
-            raise ConfigError(
-                f"aux is for defences that use public images, got it with {self.defence.spec!r}. Drop --aux."
-            )
-        self.data: FederatedData = federate(
-            self.dataset,
-            settings.partition,
-            settings.clients,
-            settings.sensitive,
-            settings.seed,
-            aux or (load_dataset(settings.aux, data_root) if settings.aux else None),
-            guards,
-            self.defence.aux_labels,
-        )
+        aux = aux or (load_dataset(settings.aux, data_root) if settings.aux else None)
+        self.data: FederatedData = deal(self.dataset, settings, defence, aux)
         protected = settings.defended or range(settings.clients)
-        self.defence.check_images(min(self.data.sizes[client] for client in protected), aux=bool(self.data.public))
-        if self.defence.marked_only and not self.data.count("sensitive", None):
-            raise ConfigError(
-                f"Defence {self.defence.spec!r} protects images that are marked sensitive, got none. "
-                "Mark a share of each client's with --sensitive 0.1, or all with --sensitive 1."
-            )
+        defence.check_images(min(self.data.sizes[client] for client in protected), aux=bool(self.data.public))
+        refuse_unmarked(defence, self.data.count("sensitive", None))
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
         normalisation = chosen_normalisation(settings.normalise, self.dataset)
         build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation))
-        module = defended(build_network(), self.defence, settings.seed, "server").to(device)
-        check_output(module, shape, num_classes, device)
-        self.defence.check(module)
-        self.net = FlatModel(module, is_private(module, self.defence, settings))
-        self.model: dict[str, Tensor] = _copy(self.net.shared_tensors(self.net.values[self.net.shared]))
-        self.server_state: dict[str, Tensor] = {}
-        self.sizes = self.data.sizes
+        net = server_network(settings, defence, build_network, shape, num_classes)
         self._stack = ExitStack()
         folder = clients_folder or Path(self._stack.enter_context(TemporaryDirectory(prefix="gradveil-clients-")))
         self.num_workers = 0 if live or device.type != "cpu" else num_workers(workers, settings.num_sampled)
-        self.engine: Engine
+        engine: Engine
         if self.num_workers:
             blueprint = Blueprint(settings, shape, num_classes, normalisation, folder)
-            self.engine = self._stack.enter_context(Workers(blueprint, self.data, self.net, self.num_workers))
+            engine = self._stack.enter_context(Workers(blueprint, self.data, net, self.num_workers))
         else:
-            self.engine = InProcess(settings, self.data, self.defence, build_network, folder)
+            engine = InProcess(settings, self.data, defence, build_network, folder)
+        has_sensitive = bool(self.data.count("sensitive", None))
+        super().__init__(settings, defence, net, engine, self.data.sizes, has_sensitive=has_sensitive)
 
     def __enter__(self) -> "Simulation":
         return self
@@ -123,118 +95,50 @@ class Simulation:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def resume(self, model: Mapping[str, Tensor], server_state: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint's model and server state."""
-        if {name: tensor.shape for name, tensor in model.items()} != {n: t.shape for n, t in self.model.items()}:
-            raise RunFolderError("The checkpoint must fit the model of this run, got other tensors or shapes.")
-        self.model = {name: model[name].to(self.net.values) for name in self.model}
-        self.server_state = dict(server_state)
 
-    def run(self, first: int = 1, on_round: Callable[[Round], None] = lambda _: None) -> Iterator[Row]:
-        """Play the rounds from ``first`` on; yields a row after each. With no rounds, only evaluates."""
-        if self.settings.rounds == 0:
-            with single_thread():
-                figures = self._evaluate(0, ())
-            yield {"kind": "round", "round": 0, **figures, "lr": None, "clients": 0, "seconds": 0.0}
-        for number in range(first, self.settings.rounds + 1):
-            row, played = self.step(number)
-            on_round(played)
-            yield row
-
-    def step(self, number: int) -> tuple[Row, Round]:
-        """Play one round, move the global model and evaluate it."""
-        with single_thread():
-            return self._step(number)
-
-    def _step(self, number: int) -> tuple[Row, Round]:
-        started = time.perf_counter()
-        self.net.receive(self.net.shared_vector(self.model))
-        with hearing() as alarms:
-            played = play_round(
-                number, self.settings, self.defence, self.engine, self.sizes, self.net.module, self.model,
-                self.server_state,
-            )  # fmt: skip
-        self.model = played.model
-        seconds = time.perf_counter() - started
-        due = number % self.settings.eval_every == 0 or number == self.settings.rounds
-        figures = self._evaluate(number, played.clients) if due else dict.fromkeys(_FIGURES)
-        row: Row = {
-            "kind": "round",
-            "round": number,
-            **figures,
-            "lr": learning_rate(self.settings, number),
-            "clients": len(played.clients),
-            "seconds": round(seconds, 4),
-        }
-        if self.settings.tripwire != "off":
-            row["tripwire_warnings"] = len(alarms)  # clients that found a trap
-        return row, played
-
-    def client_rows(self, round_number: int) -> list[Row]:
-        """Each client's size and the accuracy of its model on its own training images and on the test images.
-
-        Where clients have private tensors, each has a model of its own; the test images are then scored for the first
-        `MOST_PERSONAL` clients only.
-        """
-        everyone = range(self.settings.clients)
-        personal = everyone[:MOST_PERSONAL] if self.net.has_private else range(0)
-        asked = [ScoreRequest("test", client) for client in personal] or [ScoreRequest("test")]
-        with single_thread():
-            own = self.engine.score(round_number, [ScoreRequest("own", client) for client in everyone], self.model)
-            test = [score.accuracy for score in self.engine.score(round_number, asked, self.model)]
-        others = None if personal else test[0]
-        return [
-            {
-                "client": client,
-                "images": self.sizes[client],
-                "accuracy_own": own[client].accuracy,
-                "accuracy_test": test[client] if client < len(personal) else others,
-            }
-            for client in everyone
-        ]
-
-    def _evaluate(self, number: int, clients: tuple[int, ...]) -> Mapping[str, float | None]:
-        """Accuracy and loss on the test images, and accuracy on the sensitive ones.
-
-        Where parts of the model are private, no single model exists: the figures are means over the round's clients,
-        each with its own, and ``accuracy_server`` is that of the server's model with its own random private part.
-        """
-        views: tuple[int | None, ...] = clients if self.net.has_private and clients else (None,)
-        has_sensitive = bool(self.data.count("sensitive", None))
-        requests = [ScoreRequest("test", view) for view in views]
-        requests += [ScoreRequest("sensitive", view) for view in views] if has_sensitive else []
-        requests += [ScoreRequest("test")] if views != (None,) else []
-        scores = self.engine.score(number, requests, self.model)
-        test, rest = scores[: len(views)], scores[len(views) :]
-        loss = sum(score.loss for score in test) / len(test)
-        if not math.isfinite(loss):
-            raise DivergedError(f"The test loss must stay finite, got {loss}: the training diverged. Lower --lr.")
-        figures: dict[str, float | None] = dict.fromkeys(_FIGURES)
-        figures["accuracy"] = sum(score.accuracy for score in test) / len(test)
-        figures["loss"] = loss
-        if has_sensitive:
-            figures["accuracy_sensitive"] = sum(score.accuracy for score in rest[: len(views)]) / len(views)
-        if views != (None,):
-            figures["accuracy_server"] = scores[-1].accuracy
-        return figures
+def check_choices(settings: TrainSettings, defence: Defence) -> None:
+    """Raise where settings ask for what the defence can't be given."""
+    refuse_in_part(defence, settings)
+    if settings.aux and not defence.uses_aux:
+        raise ConfigError(f"aux is for defences that use public images, got it with {defence.spec!r}. Drop --aux.")
 
 
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """One torch thread: the bits are those of a worker, and no idle thread spins on the workers' cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def deal(dataset: Dataset, settings: TrainSettings, defence: Defence, aux: Dataset | None) -> FederatedData:
+    """The data set dealt to the clients as the settings say."""
+    return federate(
+        dataset,
+        settings.partition,
+        settings.clients,
+        settings.sensitive,
+        settings.seed,
+        aux,
+        defence.early_clients(settings.clients),
+        defence.aux_labels,
+    )
 
 
-_FIGURES = ("accuracy", "loss", "accuracy_sensitive", "accuracy_server")
+def refuse_unmarked(defence: Defence, num_sensitive: int) -> None:
+    """Raise where a defence protects marked images alone, and nobody has any."""
+    if defence.marked_only and not num_sensitive:
+        raise ConfigError(
+            f"Defence {defence.spec!r} protects images that are marked sensitive, got none. "
+            "Mark a share of each client's with --sensitive 0.1, or all with --sensitive 1."
+        )
 
 
-def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+def server_network(
+    settings: TrainSettings,
+    defence: Defence,
+    build_network: Callable[[], nn.Module],
+    shape: tuple[int, int, int],
+    num_classes: int,
+) -> FlatModel:
+    """The server's network after ``on_model``, tried out; an error where it can't be trained or protected."""
+    device = usable_device(settings.device)
+    module = defended(build_network(), defence, settings.seed, "server").to(device)
+    check_output(module, shape, num_classes, device)
+    defence.check(module)
+    return FlatModel(module, is_private(module, defence, settings))
 
 
 def usable_device(text: str) -> torch.device:

@@ -282,7 +282,5 @@ def _read_score(result: object, row: int) -> Score:
 
 def _as_error(failure: _Failure) -> Exception:
     """The worker's error in this process: of the same class where gradveil raised it on purpose."""
-    kind = getattr(errors, failure.kind, None) if failure.kind else None
-    if kind is None:
-        return RuntimeError(f"A worker failed:\n{failure.message}")
-    return errors.ConfigError(failure.message) if kind is errors.UnknownNameError else kind(failure.message)
+    error = errors.named_error(failure.kind, failure.message)
+    return error or RuntimeError(f"A worker failed:\n{failure.message}")

@@ -1,0 +1,5 @@
+"""The server's side: plays the rounds that the run config asks for."""
+
+from gradveil.engines.flower import server_app
+
+app = server_app()

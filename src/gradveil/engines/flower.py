@@ -1,0 +1,205 @@
+"""The engine on real machines, over Flower: the server plays the same rounds, and every site trains on its own data.
+
+``server_app()`` here and ``client_app()`` of `gradveil.engines.flower_site` are all that a Flower app needs: see
+docs/flower.md and examples/flower. The settings of a run are those of `TrainSettings`, from Flower's run config, which
+may also have ``out``, a folder of the server, and ``data-root``, where the server looks for named data sets.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from gradveil.client import Score
+from gradveil.config import TrainSettings
+from gradveil.data import Dataset, Split, load_dataset
+from gradveil.data.federated import FederatedData
+from gradveil.defences import build_defence
+from gradveil.engines.devices import make_network
+from gradveil.engines.flower_site import LOG, SERVER_KEYS, config, run_settings, tensors
+from gradveil.engines.in_process import InProcess
+from gradveil.engines.simulation import check_choices, chosen_normalisation, refuse_unmarked, server_network
+from gradveil.engines.training import Training, record
+from gradveil.errors import ConfigError, WorkerError, named_error
+from gradveil.run_folder import RunFolder
+from gradveil.server import Engine, ScoreRequest
+from gradveil.tripwire import announce
+from gradveil.types import Tensors, Update
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict  # isort: skip - flower_site says if missing
+from flwr.serverapp import Grid, ServerApp  # isort: skip
+
+
+class FlowerEngine:
+    """Runs each client on the node of its site; the nodes are asked once who they are.
+
+    Args:
+        grid: Flower's way to the nodes.
+        settings: of the run.
+        dataset: that of the server: nodes build their network for its shape, classes and normalisation.
+        here: scores the server's own model.
+        timeout: seconds until a node that has not answered is given up; None waits as long as Flower does.
+        wait: seconds until all nodes must be there.
+
+    Attributes:
+        sizes: number of images of each client.
+        num_sensitive: how many images are marked, in all.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        settings: TrainSettings,
+        dataset: Dataset,
+        here: Engine,
+        *,
+        timeout: float | None = None,
+        wait: float = 600.0,
+    ) -> None:
+        self._grid, self._here, self._timeout = grid, here, timeout
+        self._names: dict[int, str] = {}
+        normalisation = chosen_normalisation(settings.normalise, dataset)
+        self._network = ConfigRecord({"shape": list(dataset.shape), "num-classes": dataset.num_classes})
+        if normalisation is not None:
+            self._network["mean"], self._network["std"] = list(normalisation.mean), list(normalisation.std)
+        nodes = self._present(settings.clients, wait)
+        answers = self._ask("query", {node: {} for node in nodes})
+        facts = {node: config(answer, "facts") for node, answer in answers.items()}
+        numbers = {node: fact["number"] for node, fact in facts.items()}
+        if sorted(numbers.values()) != list(range(settings.clients)):
+            raise ConfigError(
+                f"The nodes' numbers must be 0..{settings.clients - 1}, each once, got {sorted(numbers.values())}. "
+                "Start each node with its own: --node-config 'partition-id=NUMBER ...'; or set the run's clients."
+            )
+        self._nodes = [node for node, _ in sorted(numbers.items(), key=lambda pair: pair[1])]
+        self._names = {node: f"Client {number}" for node, number in numbers.items()}
+        self.sizes = [int(facts[node]["images"]) for node in self._nodes]
+        self.num_sensitive = sum(int(fact["sensitive"]) for fact in facts.values())
+
+    def train(
+        self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
+    ) -> Iterator[tuple[int, Update]]:
+        """Let clients train at their sites, all at once; yields in the order of ``clients``."""
+        content = self._content(round_number, model) | {"public": ArrayRecord(dict(public))}
+        content["step"] = ConfigRecord({"lr": lr})
+        answers = self._ask("train", {self._nodes[client]: content for client in clients})
+        for client in clients:
+            facts, sent = config(answers[self._nodes[client]], "facts"), answers[self._nodes[client]].array_records
+            for alarm in facts["alarms"]:
+                announce(alarm)
+            yield client, Update(tensors(sent["tensors"]), facts["images"], tensors(sent["buffers"]))
+
+    def score(self, round_number: int, requests: Sequence[ScoreRequest], model: Tensors) -> list[Score]:
+        """Score the server's model on its test images here, all else at the sites, each on the images that it has.
+
+        So marked images are scored where they are: with a client's own model those of this client alone.
+        """
+        at_server = [request for request in requests if request == ScoreRequest("test")]
+        totals = dict.fromkeys(requests, Score())
+        totals |= zip(at_server, self._here.score(round_number, at_server, model), strict=True)
+        shared = self._content(round_number, model)
+        asked = {
+            node: [request for request in requests if request.client in (client, None) and request not in at_server]
+            for client, node in enumerate(self._nodes)
+        }
+        contents = {node: shared | {"requests": _to_config(mine)} for node, mine in asked.items() if mine}
+        for node, answer in self._ask("evaluate", contents).items():
+            facts = config(answer, "facts")
+            scores = map(Score, facts["correct"], facts["loss-sum"], facts["count"])
+            for request, score in zip(asked[node], scores, strict=True):
+                totals[request] += score
+        return [totals[request] for request in requests]
+
+    def _content(self, round_number: int, model: Tensors) -> dict[str, ArrayRecord | ConfigRecord]:
+        arrays, number = ArrayRecord(dict(model)), ConfigRecord({"number": round_number})
+        return {"model": arrays, "round": number, "network": self._network}
+
+    def _present(self, count: int, wait: float) -> list[int]:
+        """The nodes, once they are all there."""
+        until = time.monotonic() + wait
+        while len(nodes := list(self._grid.get_node_ids())) < count:
+            if time.monotonic() > until:
+                raise WorkerError(
+                    f"All {count} nodes must be there within {wait:g} seconds, got {len(nodes)}. "
+                    "Start the missing ones, or set the run's clients."
+                )
+            time.sleep(1)
+        return nodes
+
+    def _ask(
+        self, kind: str, contents: Mapping[int, Mapping[str, ArrayRecord | ConfigRecord]]
+    ) -> dict[int, RecordDict]:
+        """What each node answers, in the order of ``contents``; an error, or no answer at all, is raised."""
+        records = {node: RecordDict(dict(content)) for node, content in contents.items()}
+        messages = [Message(record, dst_node_id=node, message_type=kind) for node, record in records.items()]
+        answers, reasons = dict[int, RecordDict](), dict[int, str]()
+        for reply in self._grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
+            if reply.has_content():
+                answers[reply.metadata.src_node_id] = reply.content
+            else:  # the node's own, or the SuperLink's, which does not say whose it is
+                reasons[reply.metadata.src_node_id] = reply.error.reason or ""
+        for node in contents:
+            if node not in answers:
+                name = self._names.get(node, f"Node {node}")
+                reason = reasons.get(node) or " ".join(filter(None, reasons.values())) or "nothing came in time."
+                raise WorkerError(
+                    f"{name} must answer, got: {reason} Look at its SuperNode; the same run goes on from its last "
+                    "checkpoint, where it has an out folder."
+                )
+            if "error" in answers[node]:
+                failure = config(answers[node], "error")
+                name = self._names.get(node, f"Node {node} (partition-id {failure['number']})")
+                message = f"{name} sent nothing. {failure['message']}"
+                raise named_error(failure["kind"], message) or WorkerError(message)
+        return {node: answers[node] for node in contents}
+
+
+def server_app(*, timeout: float | None = None, wait: float = 600.0) -> ServerApp:
+    """A ServerApp that trains by the run config, into the folder ``out`` of the server if the run config has one.
+
+    The folder gets the rows, the checkpoint, the model and one row a client; a run of the same settings goes on there.
+    """
+
+    def main(grid: Grid, context: Context) -> None:
+        out, root = (str(context.run_config.get(key, "")) for key in SERVER_KEYS)
+        settings = run_settings(context)
+        dataset = load_dataset(settings.dataset, Path(root) if root else None)
+        training = flower_training(grid, settings, dataset, timeout=timeout, wait=wait)
+        if not out:
+            for row in training.run():
+                _say(row)
+            return
+        with RunFolder(Path(out)) as folder:
+            record(training, folder, dataset, resume=True, progress=lambda done, row, doing: _say(row, doing))
+
+    app = ServerApp()
+    app.main()(main)
+    return app
+
+
+def flower_training(
+    grid: Grid, settings: TrainSettings, dataset: Dataset, *, timeout: float | None = None, wait: float = 600.0
+) -> Training:
+    """The server's side of a run over Flower; ``dataset`` has the test images, its training images are not used."""
+    defence = build_defence(settings.defence)
+    check_choices(settings, defence)
+    normalisation = chosen_normalisation(settings.normalise, dataset)
+    build_network = partial(make_network, settings, dataset.shape, dataset.num_classes, normalisation)
+    net = server_network(settings, defence, build_network, dataset.shape, dataset.num_classes)
+    none = Split(dataset.train.images[:0], dataset.train.labels[:0])
+    nobody = FederatedData(none, dataset.test, np.arange(0), np.zeros(settings.clients + 1, int), np.zeros(0, bool))
+    here = InProcess(settings, nobody, defence, build_network, Path("unused"))
+    engine = FlowerEngine(grid, settings, dataset, here, timeout=timeout, wait=wait)
+    refuse_unmarked(defence, engine.num_sensitive)
+    return Training(settings, defence, net, engine, engine.sizes, has_sensitive=bool(engine.num_sensitive))
+
+
+def _say(row: Mapping[str, object] | None, doing: str = "training") -> None:
+    LOG.info("%s: %s", doing, {} if row is None else dict(row))
+
+
+def _to_config(requests: Sequence[ScoreRequest]) -> ConfigRecord:
+    own = [request.client is not None for request in requests]
+    return ConfigRecord({"images": [request.images for request in requests], "own": own})

@@ -1,0 +1,226 @@
+"""One site of a training over Flower: its own images, its private folder, its defence; answers the server's messages.
+
+A site says in its node config who it is and what it agrees to:
+
+- ``partition-id``: its number among the clients, from 0. ``private-folder``: where keys, locks and all other state
+  stay, mode 0600; never in Flower's ``Context.state``, never in a message.
+- ``data``: its own images, an .npz file or a folder; without it, its part of the run's data set as a simulation would
+  deal it. ``sensitive``: which of them are marked. ``data-root``: where named sets are looked for.
+- ``defence``: the only one that it trains under; another one in the run is refused. ``tripwire``, ``device``: its own
+  choice in place of the run's.
+- ``repeatable=true``: noise, batches and keys come from the run's seed, to the same bits as in a simulation; but then
+  the server can draw them too. Without it every message is answered with fresh randomness of the system's, since noise
+  that is drawn again for another model can be taken off.
+
+What leaves a site: the update after ``on_update``, the number of images it came from, how many it has (and how many are
+marked), how many it scores right with which loss, what the tripwire found, and errors that gradveil raised on purpose.
+
+Trust: Flower ships the app's code from whoever starts the run, and a site runs it. The checks here stop a curious
+server and a wrong setting, not one that sends other code: install gradveil at the site, read the app, and confine its
+process.
+"""
+
+import logging
+import secrets
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradveil.client import Score
+from gradveil.config import TrainSettings, make_train_settings
+from gradveil.data import Dataset, load_dataset
+from gradveil.data.federated import FederatedData, federate
+from gradveil.defences import Defence, build_defence
+from gradveil.engines.devices import Devices, chunks, make_network
+from gradveil.engines.simulation import check_choices, deal
+from gradveil.engines.training import single_thread
+from gradveil.errors import ConfigError, GradveilError, RunFolderError
+from gradveil.models import Normalisation
+from gradveil.run_folder import fingerprint, settings_hash
+from gradveil.server import ScoreRequest
+from gradveil.storage import write_atomic
+from gradveil.tripwire import TripwireWarning, hearing
+
+try:
+    from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+except ImportError as error:
+    raise ImportError("gradveil over Flower needs Flower. Run `pip install 'gradveil[flower]'`.") from error
+
+LOG = logging.getLogger("flwr")
+SERVER_KEYS = ("out", "data-root")
+"""What a run config holds beside the settings, for the server."""
+
+
+def client_app(data: Callable[[Context], Dataset] | None = None) -> ClientApp:
+    """A ClientApp for one site.
+
+    Args:
+        data: this site's images: the training split is what it trains on, the test split what its own model is scored
+            on; by default what the node config says.
+    """
+    app = ClientApp()
+    for register, work in ((app.query, _introduce), (app.train, _train), (app.evaluate, _score)):
+        register()(_answering(work, data))
+    return app
+
+
+@dataclass(frozen=True)
+class _Site:
+    """One client as its node knows it."""
+
+    number: int
+    settings: TrainSettings
+    defence: Defence
+    data: FederatedData
+    folder: Path
+    seed: int | None
+
+    def devices(self, content: RecordDict) -> Devices:
+        """This client's side of a round, on the network that the server describes."""
+        asked = config(content, "network")
+        shape, num_classes = tuple(asked["shape"]), asked["num-classes"]
+        normalisation = Normalisation(tuple(asked["mean"]), tuple(asked["std"])) if "mean" in asked else None
+        largest = max(int(split.labels.max(initial=0)) for split in (self.data.train, self.data.test))
+        if self.data.shape != shape or largest >= num_classes:
+            raise ConfigError(
+                f"A site's images must have the run's shape {shape} and labels below {num_classes}, got "
+                f"{self.data.shape} and labels up to {largest}."
+            )
+        network = partial(make_network, self.settings, shape, num_classes, normalisation)
+        return Devices(self.settings, self.data, self.defence, network, self.folder, self.seed)
+
+
+def _open_site(context: Context, data: Callable[[Context], Dataset] | None) -> _Site:
+    """The site by its own node config and the run's settings; an error where it does not agree to these."""
+    node, settings = context.node_config, run_settings(context)
+    number, private = node.get("partition-id"), str(node.get("private-folder", ""))
+    if not isinstance(number, int) or not 0 <= number < settings.clients:
+        raise ConfigError(f"partition-id in a node's config must be in 0..{settings.clients - 1}, got {number!r}.")
+    if not private:
+        raise ConfigError("private-folder in a node's config must name a folder of the site, got none.")
+    defence, agreed = build_defence(settings.defence), node.get("defence")
+    left_out = bool(settings.defended) and number not in settings.defended
+    if agreed is not None and (left_out or build_defence(str(agreed)).spec != defence.spec):
+        raise ConfigError(
+            f"The run's defence must be the one that this site agreed to, {agreed!r}, got "
+            f"{'none' if left_out else defence.spec!r}. Change the run, or ask the site."
+        )
+    check_choices(settings, defence)
+    folder = Path(private) / settings_hash(settings)
+    own = _site_data(context, settings, defence, number, data)
+    _refuse_other_data(folder / str(number) / "images-hash", fingerprint(own, []))
+    if not left_out:
+        defence.check_images(len(own.train), aux=bool(own.public))
+    tripwire, device = str(node.get("tripwire", settings.tripwire)), str(node.get("device", settings.device))
+    seed = None if node.get("repeatable") is True else secrets.randbits(63)
+    return _Site(number, replace(settings, tripwire=tripwire, device=device), defence, own, folder, seed)
+
+
+def _site_data(
+    context: Context,
+    settings: TrainSettings,
+    defence: Defence,
+    number: int,
+    data: Callable[[Context], Dataset] | None,
+) -> FederatedData:
+    """This client's images: the site's own, else its part of the run's set. No other client's are kept."""
+    node = context.node_config
+    root = Path(str(node["data-root"])) if "data-root" in node else None
+    aux = load_dataset(settings.aux, root) if settings.aux else None
+    if data is None and "data" not in node:
+        return deal(load_dataset(settings.dataset, root), settings, defence, aux).only(number, number, settings.clients)
+    own = data(context) if data is not None else load_dataset(str(node["data"]), root)
+    marks = str(node.get("sensitive", settings.sensitive))
+    return federate(own, "iid", 1, marks, settings.seed, aux, (), defence.aux_labels).only(0, number, settings.clients)
+
+
+def _refuse_other_data(path: Path, found: str) -> None:
+    """Raise where a site's images are not those that the same training began with: what it keeps was made of them."""
+    if not path.exists():
+        write_atomic(path, found.encode(), mode=0o600)
+    elif path.read_text() != found:
+        raise RunFolderError(
+            "A site must keep the images that its training began with, got others. Bring them back, or remove "
+            f"{path.parent} to begin with new keys."
+        )
+
+
+def _answering(
+    work: Callable[[_Site, RecordDict], RecordDict], data: Callable[[Context], Dataset] | None
+) -> Callable[[Message, Context], Message]:
+    """What Flower calls; an error becomes an answer. Of one that gradveil did not foresee only the class is told."""
+
+    def answer(message: Message, context: Context) -> Message:
+        try:
+            with single_thread():
+                return Message(work(_open_site(context, data), message.content), reply_to=message)
+        except GradveilError as error:
+            LOG.error("%s", error)
+            kind, text = type(error).__name__, str(error)
+        except Exception as error:  # its text may hold private values
+            LOG.exception("The site failed.")
+            kind, text = "", f"{type(error).__name__} at the site; its log has the rest."
+        number = str(context.node_config.get("partition-id"))
+        failure = ConfigRecord({"kind": kind, "message": text, "number": number})
+        return Message(RecordDict({"error": failure}), reply_to=message)
+
+    return answer
+
+
+def _introduce(site: _Site, content: RecordDict) -> RecordDict:
+    marked = site.data.count("sensitive", None)
+    return _facts({"number": site.number, "images": len(site.data.train), "sensitive": marked})
+
+
+def _train(site: _Site, content: RecordDict) -> RecordDict:
+    devices, number = site.devices(content), config(content, "round")["number"]
+    received = devices.net.shared_vector(tensors(content.array_records["model"]))
+    public, lr = tensors(content.array_records["public"]), config(content, "step")["lr"]
+    with warnings.catch_warnings(action="ignore", category=TripwireWarning), hearing() as alarms:
+        update = devices.train(site.number, number, received, public, lr)
+    for alarm in alarms:
+        LOG.warning("%s", alarm)
+    answer = _facts({"images": update.num_examples, "alarms": alarms})
+    answer["tensors"], answer["buffers"] = ArrayRecord(dict(update.tensors)), ArrayRecord(dict(update.buffers))
+    return answer
+
+
+def _score(site: _Site, content: RecordDict) -> RecordDict:
+    devices, number = site.devices(content), config(content, "round")["number"]
+    received = devices.net.shared_vector(tensors(content.array_records["model"]))
+    asked = config(content, "requests")
+    scores = []
+    for images, own in zip(asked["images"], asked["own"], strict=True):
+        request = ScoreRequest(images, site.number if own else None)
+        parts = (devices.score(request, start, number, received) for start in chunks(site.data, request))
+        scores.append(sum(parts, Score()))
+    return _facts({
+        "correct": [score.correct for score in scores],
+        "loss-sum": [score.loss_sum for score in scores],
+        "count": [score.count for score in scores],
+    })  # fmt: skip
+
+
+def run_settings(context: Context) -> TrainSettings:
+    """The settings of the run, from Flower's run config."""
+    return make_train_settings({key: v for key, v in context.run_config.items() if key not in SERVER_KEYS})
+
+
+def _facts(values: dict[str, Any]) -> RecordDict:
+    return RecordDict({"facts": ConfigRecord(values)})
+
+
+def config(content: RecordDict, name: str) -> dict[str, Any]:
+    """A message's record of plain values."""
+    return dict(content.config_records[name])
+
+
+def tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
+    """A message's record of tensors by name."""
+    return dict(arrays.to_torch_state_dict())

@@ -1,0 +1,230 @@
+"""A federated training over any engine: the loop over rounds, the server's model, and the figures of every row."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.config import TrainSettings
+from gradveil.data import Dataset
+from gradveil.defences import Defence
+from gradveil.engines.devices import local_settings
+from gradveil.errors import DivergedError, RunFolderError
+from gradveil.flat import FlatModel
+from gradveil.registry import own_files
+from gradveil.run_folder import RunFolder, fingerprint, to_lines
+from gradveil.server import Engine, Round, ScoreRequest, learning_rate, play_round
+from gradveil.storage import save_tensors, write_atomic
+from gradveil.tripwire import hearing
+
+MOST_PERSONAL = 200
+"""Clients with a model of their own that are scored on all test images at the end."""
+Row = dict[str, Any]
+
+
+class Training:
+    """What a server holds of a run, wherever its clients are.
+
+    Args:
+        settings: all that decides the result.
+        defence: which server and clients share.
+        net: the server's network, after ``on_model``.
+        engine: runs the clients.
+        sizes: number of images of each client.
+        has_sensitive: whether any client has images that are marked sensitive.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        defence: Defence,
+        net: FlatModel,
+        engine: Engine,
+        sizes: list[int],
+        *,
+        has_sensitive: bool,
+    ) -> None:
+        self.settings, self.defence, self.net, self.engine, self.sizes = settings, defence, net, engine, sizes
+        self._has_sensitive = has_sensitive
+        self.model: dict[str, Tensor] = _copy(net.shared_tensors(net.values[net.shared]))
+        self.server_state: dict[str, Tensor] = {}
+
+    def resume(self, model: Mapping[str, Tensor], server_state: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint's model and server state."""
+        if {name: tensor.shape for name, tensor in model.items()} != {n: t.shape for n, t in self.model.items()}:
+            raise RunFolderError("The checkpoint must fit the model of this run, got other tensors or shapes.")
+        self.model = {name: model[name].to(self.net.values) for name in self.model}
+        self.server_state = dict(server_state)
+
+    def run(self, first: int = 1, on_round: Callable[[Round], None] = lambda _: None) -> Iterator[Row]:
+        """Play the rounds from ``first`` on; yields a row after each. With no rounds, only evaluates."""
+        if self.settings.rounds == 0:
+            with single_thread():
+                figures = self._evaluate(0, ())
+            yield {"kind": "round", "round": 0, **figures, "lr": None, "clients": 0, "seconds": 0.0}
+        for number in range(first, self.settings.rounds + 1):
+            row, played = self.step(number)
+            on_round(played)
+            yield row
+
+    def step(self, number: int) -> tuple[Row, Round]:
+        """Play one round, move the global model and evaluate it."""
+        with single_thread():
+            return self._step(number)
+
+    def _step(self, number: int) -> tuple[Row, Round]:
+        started = time.perf_counter()
+        self.net.receive(self.net.shared_vector(self.model))
+        with hearing() as alarms:
+            played = play_round(
+                number, self.settings, self.defence, self.engine, self.sizes, self.net.module, self.model,
+                self.server_state,
+            )  # fmt: skip
+        self.model = played.model
+        seconds = time.perf_counter() - started
+        due = number % self.settings.eval_every == 0 or number == self.settings.rounds
+        figures = self._evaluate(number, played.clients) if due else dict.fromkeys(_FIGURES)
+        row: Row = {
+            "kind": "round",
+            "round": number,
+            **figures,
+            "lr": learning_rate(self.settings, number),
+            "clients": len(played.clients),
+            "seconds": round(seconds, 4),
+        }
+        if self.settings.tripwire != "off":
+            row["tripwire_warnings"] = len(alarms)  # clients that found a trap
+        return row, played
+
+    def client_rows(self, round_number: int) -> list[Row]:
+        """Each client's size and the accuracy of its model on its own training images and on the test images.
+
+        Where clients have private tensors, each has a model of its own; the test images are then scored for the first
+        `MOST_PERSONAL` clients only.
+        """
+        everyone = range(self.settings.clients)
+        personal = everyone[:MOST_PERSONAL] if self.net.has_private else range(0)
+        asked = [ScoreRequest("test", client) for client in personal] or [ScoreRequest("test")]
+        asked = [ScoreRequest("own", client) for client in everyone] + asked
+        with single_thread():
+            scores = self.engine.score(round_number, asked, self.model)
+        own, test = scores[: len(everyone)], [score.accuracy for score in scores[len(everyone) :]]
+        others = None if personal else test[0]
+        return [
+            {
+                "client": client,
+                "images": self.sizes[client],
+                "accuracy_own": own[client].accuracy,
+                "accuracy_test": test[client] if client < len(personal) else others,
+            }
+            for client in everyone
+        ]
+
+    def _evaluate(self, number: int, clients: tuple[int, ...]) -> Mapping[str, float | None]:
+        """Accuracy and loss on the test images, and accuracy on the sensitive ones.
+
+        Where parts of the model are private, no single model exists: the figures are means over the round's clients,
+        each with its own, and ``accuracy_server`` is that of the server's model with its own random private part.
+        """
+        views: tuple[int | None, ...] = clients if self.net.has_private and clients else (None,)
+        requests = [ScoreRequest("test", view) for view in views]
+        requests += [ScoreRequest("sensitive", view) for view in views] if self._has_sensitive else []
+        requests += [ScoreRequest("test")] if views != (None,) else []
+        scores = self.engine.score(number, requests, self.model)
+        test, rest = scores[: len(views)], scores[len(views) :]
+        loss = sum(score.loss for score in test) / len(test)
+        if not math.isfinite(loss):
+            raise DivergedError(f"The test loss must stay finite, got {loss}: the training diverged. Lower --lr.")
+        figures: dict[str, float | None] = dict.fromkeys(_FIGURES)
+        figures["accuracy"] = sum(score.accuracy for score in test) / len(test)
+        figures["loss"] = loss
+        if self._has_sensitive:
+            marked = [score.accuracy for score in rest[: len(views)] if score.count]  # a real site has its own alone
+            figures["accuracy_sensitive"] = sum(marked) / len(marked) if marked else None
+        if views != (None,):
+            figures["accuracy_server"] = scores[-1].accuracy
+        return figures
+
+
+Progress = Callable[[int, Mapping[str, Any] | None, str], None]
+"""Called with the number of finished rounds, the last row and what is being done, at each change of these."""
+
+
+def record(
+    training: Training,
+    folder: RunFolder,
+    dataset: Dataset,
+    *,
+    resume: bool,
+    progress: Progress = lambda done, row, doing: None,
+) -> tuple[list[Row], list[Row]]:
+    """Play a training into its folder, from the checkpoint there on if ``resume``; all rows, and one a client."""
+    settings, out = training.settings, folder.path
+    files = [settings.weights, *own_files(settings.model), *own_files(settings.defence)]
+    checkpoint = folder.begin(settings, fingerprint(dataset, files), resume=resume)
+    rows: list[Row] = []
+    done = 0
+    if checkpoint is not None:
+        training.resume(checkpoint.model, checkpoint.server_state)
+        rows, done = list(checkpoint.rows), checkpoint.round
+    progress(done, rows[-1] if rows else None, "training")
+    if not (rows and settings.rounds == 0):
+        for row in training.run(done + 1, lambda played: _save_round(out, played, settings)):
+            number = int(str(row["round"]))
+            folder.commit(number, row, training.model, training.server_state)
+            rows.append(row)
+            progress(number, row, "training")
+    progress(settings.rounds, rows[-1], "scoring clients")
+    clients = training.client_rows(settings.rounds)
+    save_tensors(out / "model.safetensors", training.model, {"round": str(settings.rounds), "model": settings.model})
+    write_atomic(out / "clients.jsonl", to_lines(clients))
+    return rows, clients
+
+
+def _save_round(out: Path, played: Round, settings: TrainSettings) -> None:
+    """Save the model that a chosen round began with and what each client sent, as a server would have them."""
+    if played.number not in settings.save_rounds:
+        return
+    folder = out / "rounds" / f"{played.number:06d}"
+    how = local_settings(settings)
+    facts = {
+        "round": str(played.number),
+        "model": settings.model,
+        "defence": settings.defence,
+        "algorithm": how.algorithm,
+        "epochs": str(how.epochs),
+        "batch_size": str(how.batch_size),
+        "lr": repr(learning_rate(settings, played.number)),
+        "momentum": repr(how.momentum),
+        "nesterov": str(how.nesterov).lower(),
+        "batch_norm": how.batch_norm,
+        "weight_decay": repr(how.weight_decay),
+        "normalise": settings.normalise,
+    }
+    save_tensors(folder / "model.safetensors", played.received, facts)
+    for client, update in played.sent.items():
+        own = {"client": str(client), "num_examples": str(update.num_examples), "buffers": ",".join(update.buffers)}
+        save_tensors(folder / f"update-{client}.safetensors", {**update.tensors, **update.buffers}, facts | own)
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """One torch thread: the bits are those of a worker, and no idle thread spins on the workers' cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+_FIGURES = ("accuracy", "loss", "accuracy_sensitive", "accuracy_server")
+
+
+def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

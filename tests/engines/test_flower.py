@@ -1,0 +1,401 @@
+"""Flower's real messages, through a grid in this process: to the bit the same training, and nothing private in them."""
+
+import importlib
+import json
+import runpy
+import sys
+import tomllib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.serverapp import ServerApp
+from flwr.supercore.task_identity import TaskIdentity
+
+from gradveil.config import TrainSettings
+from gradveil.data import load_dataset
+from gradveil.engines.flower import flower_training, server_app
+from gradveil.engines.flower_site import client_app, run_settings, tensors
+from gradveil.engines.simulation import Simulation
+from gradveil.errors import ConfigError, DefenceError, RunFolderError, TripwireError, WorkerError
+from gradveil.storage import load_tensors
+from gradveil.tripwire import TripwireWarning
+from tests.conftest import PROBES
+from tests.engines.test_simulation import same, small_set
+
+CLIENTS = 3
+
+
+@pytest.fixture(autouse=True)
+def _a_task(monkeypatch):
+    """Messages are made by a process that Flower has given a task."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Settings that train in a blink, on a file of real images."""
+    digits = load_dataset("mnist-5k")
+    path = tmp_path / "digits.npz"
+    np.savez(
+        path,
+        x_train=digits.train.images[::40], y_train=digits.train.labels[::40],
+        x_test=digits.test.images[::40], y_test=digits.test.labels[::40],
+    )  # fmt: skip
+    return TrainSettings(
+        dataset=str(path), model="lenet-dlg", clients=CLIENTS, rounds=2, partition="iid:images=12", batch_size=6, lr=0.2
+    )
+
+
+def to_run_config(settings):
+    """As a user writes them: texts and numbers."""
+    values = {key: "/".join(map(str, v)) if isinstance(v, tuple) else v for key, v in asdict(settings).items()}
+    return {key.replace("_", "-"): value for key, value in values.items()}
+
+
+class LocalGrid:
+    """Hands every message to the ClientApp of its node, both ways as the bytes that Flower would send."""
+
+    def __init__(self, settings, folder, nodes=None, data=None, **node_config):
+        self.app = client_app(data)
+        self.run_config = to_run_config(settings)
+        common = {"private-folder": str(folder), "repeatable": True, **node_config}
+        self.nodes = nodes or {100 - number: {"partition-id": number} for number in range(settings.clients)}
+        self.nodes = {node: {**common, **own} for node, own in self.nodes.items()}
+        self.lost, self.sent, self.came = set(), [], []
+
+    def get_node_ids(self):
+        return self.nodes
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            arrived = self.carry(message, self.sent)
+            if node in self.lost:  # as the SuperLink says it: not from whom
+                reply = Message(Error(5, "Node Unavailable."), reply_to=arrived)
+                reply.metadata.__dict__["_src_node_id"] = 1
+            else:
+                context = Context(1, node, self.nodes[node], RecordDict(), self.run_config)
+                reply = self.app(arrived, context)
+                assert not context.state
+            replies.append(self.carry(reply, self.came))
+        return replies[::-1]  # whoever is first
+
+    def carry(self, message, way):
+        way.append(message_to_proto(message).SerializeToString())
+        return message_from_proto(ProtoMessage.FromString(way[-1]))
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def play(training):
+    rows = without_times(training.run())
+    return rows, training.model, training.client_rows(training.settings.rounds)
+
+
+def both(settings, tmp_path, **options):
+    """The same training by simulation and over Flower; and the grid."""
+    with Simulation(settings, workers=0) as simulation:
+        here = play(simulation)
+    grid = LocalGrid(settings, tmp_path / "sites", **options)
+    return here, play(flower_training(grid, settings, load_dataset(settings.dataset))), grid
+
+
+@pytest.mark.parametrize(
+    ("defence", "other"),
+    [
+        ("none", {"sampled": 2, "sensitive": "0.25", "partition": "dirichlet:alpha=1.0,min_images=4"}),
+        ("prune", {"model": "resnet20", "rounds": 1}),
+        ("dp-sgd", {"lr_decay": 0.5}),
+        ("soteria:probes=4", {"rounds": 1, "partition": "iid:images=4"}),
+        ("entangle", {}),
+        ("ca-fl", {}),
+        ("fedkl", {"model": "lenet5", "sampled": 2, "rounds": 3}),
+        ("mixup", {"batch_norm": "local", "normalise": "none"}),
+        (f"{PROBES}:Blacken", {"model": "logistic"}),
+        (f"{PROBES}:Pack+{PROBES}:Scale", {"model": "logistic", "algorithm": "fedsgd"}),
+    ],
+)
+def test_a_training_over_flower_has_the_bits_of_the_simulation(settings, tmp_path, defence, other):
+    here, there, _ = both(replace(settings, defence=defence, **other), tmp_path)
+    assert here[0] == there[0]
+    assert same(here[1], there[1])
+    assert here[2] == there[2]
+
+
+def test_what_is_drawn_at_a_site_is_fresh_unless_it_is_to_be_repeatable(settings, tmp_path):
+    settings = replace(settings, defence="gaussian", model="logistic", rounds=1, batch_size=0)
+    models = [play(flower_training(LocalGrid(settings, tmp_path / "sites", repeatable=again), settings,
+                                   load_dataset(settings.dataset)))[1] for again in (True, False, False)]  # fmt: skip
+    assert not any(same(models[one], models[other]) for one, other in ((0, 1), (1, 2), (0, 2)))
+
+
+def test_no_byte_of_a_key_or_lock_is_in_any_message(settings, tmp_path):
+    settings = replace(settings, defence="fedkl:length=64", model="lenet5")
+    _, _, grid = both(settings, tmp_path)
+    states = list((tmp_path / "sites").rglob("state-*.safetensors"))
+    assert len(states) == CLIENTS * 2
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in states)
+    wire = b"".join(grid.sent + grid.came)
+    secrets = [tensor for path in states for name, tensor in load_tensors(path).items() if "key_lock" in name]
+    assert {secret.dim() for secret in secrets} == {1, 2}
+    for secret in secrets:
+        assert not any(row.numpy().tobytes()[:32] in wire for row in torch.atleast_2d(secret))
+    assert b"key_lock" not in wire
+    sent = message_from_proto(ProtoMessage.FromString(grid.came[CLIENTS])).content.array_records["tensors"]
+    assert all(
+        tensor.numpy().tobytes()[:32] in wire for tensor in tensors(sent).values()
+    )  # what is looked for is found
+
+
+def test_every_kind_of_tensor_survives_the_way(settings, tmp_path):
+    given = {
+        "scalar": torch.tensor(0.1, dtype=torch.float64), "empty": torch.empty(0, 3), "count": torch.tensor(2**62),
+        "half": torch.randn(2, 3).half(), "mask": torch.tensor([True, False]),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "odd": torch.tensor([-0.0, float("inf"), 1e-45]),
+    }  # fmt: skip
+    grid = LocalGrid(settings, tmp_path)
+    for records in (given, {}):
+        message = Message(RecordDict({"a": ArrayRecord(records)}), dst_node_id=7, message_type="train")
+        back = tensors(grid.carry(message, []).content.array_records["a"])
+        assert list(back) == list(records)
+        for name, tensor in records.items():
+            assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(back[name], tensor)
+            assert torch.equal(torch.signbit(back[name]), torch.signbit(tensor))
+
+
+def test_the_run_folder_holds_the_rows_of_the_simulation_and_goes_on(settings, tmp_path):
+    settings = replace(settings, model="logistic", save_rounds=(1,))
+    out = tmp_path / "out"
+    grid = LocalGrid(settings, tmp_path / "sites")
+    run = Context(1, 1, {}, RecordDict(), {**grid.run_config, "out": str(out), "data-root": ""})
+    grid.run_config["out"] = "not of the sites' concern"
+    server_app()(grid, run)
+    with Simulation(settings, workers=0) as simulation:
+        here = play(simulation)
+    rows, clients = ([json.loads(line) for line in (out / name).read_text().splitlines()]
+                     for name in ("rows.jsonl", "clients.jsonl"))  # fmt: skip
+    assert (without_times(rows), clients) == (here[0], here[2])
+    assert same(load_tensors(out / "model.safetensors"), here[1])
+    assert len(list((out / "rounds" / "000001").glob("update-*"))) == CLIENTS
+
+    longer = replace(settings, rounds=3)
+    grid = LocalGrid(longer, tmp_path / "sites")
+    server_app()(grid, Context(2, 1, {}, RecordDict(), {**grid.run_config, "out": str(out)}))
+    with Simulation(longer, workers=0) as simulation:
+        assert same(load_tensors(out / "model.safetensors"), play(simulation)[1])
+    trained = [message_from_proto(ProtoMessage.FromString(each)).metadata.message_type for each in grid.sent]
+    assert trained.count("train") == CLIENTS  # round 3 alone
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 1), (0, 2, 2)])
+def test_numbers_must_be_there_once_each(settings, tmp_path, numbers):
+    nodes = {10 + place: {"partition-id": number} for place, number in enumerate(numbers)}
+    with pytest.raises(ConfigError, match=r"must be 0\.\.2, each once, got \[0, "):
+        flower_training(LocalGrid(settings, tmp_path, nodes), settings, load_dataset(settings.dataset))
+
+
+@pytest.mark.parametrize("own", [{}, {"partition-id": 3}, {"partition-id": "one"}])
+def test_a_node_without_a_sensible_number_is_refused(settings, tmp_path, own):
+    nodes = {10: {"partition-id": 0}, 11: {"partition-id": 1}, 12: own}
+    with pytest.raises(ConfigError, match=r"Node 12 .* sent nothing\. partition-id .* 0\.\.2, got"):
+        flower_training(LocalGrid(settings, tmp_path, nodes), settings, load_dataset(settings.dataset))
+
+
+def test_missing_nodes_are_waited_for_in_vain(settings, tmp_path):
+    grid = LocalGrid(settings, tmp_path, {10: {"partition-id": 0}})
+    with pytest.raises(WorkerError, match="All 3 nodes must be there within 0 seconds, got 1"):
+        flower_training(grid, settings, load_dataset(settings.dataset), wait=0)
+
+
+def test_a_node_that_leaves_is_named(settings, tmp_path):
+    settings = replace(settings, model="logistic")
+    grid = LocalGrid(settings, tmp_path)
+    training = flower_training(grid, settings, load_dataset(settings.dataset))
+    training.step(1)
+    grid.lost = {99}
+    with pytest.raises(WorkerError, match=r"Client 1 must answer, got: Node Unavailable\."):
+        training.step(2)
+    grid.send_and_receive = lambda messages, timeout: []
+    with pytest.raises(WorkerError, match=r"Client \d must answer, got: nothing came in time"):
+        training.step(2)
+
+
+OWN = """
+from gradveil.defences import Defence
+from gradveil.errors import DefenceError
+class Fails(Defence):
+    def on_update(self, update, client):
+        if client.id == 2 and client.round == 2:
+            raise {error}
+        return update
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "message"),
+    [
+        ("DefenceError('No protection.')", DefenceError, r"Client 2 sent nothing\. No protection\."),
+        ("KeyError('pixel 0.25')", WorkerError, r"Client 2 sent nothing\. KeyError at the site; its log has the rest"),
+    ],
+)
+def test_an_error_at_a_site_names_the_client_and_nothing_is_sent(settings, tmp_path, raised, error, message):
+    (tmp_path / "own.py").write_text(OWN.format(error=raised))
+    settings = replace(settings, model="logistic", defence=f"{tmp_path / 'own.py'}:Fails")
+    grid = LocalGrid(settings, tmp_path / "sites")
+    training = flower_training(grid, settings, load_dataset(settings.dataset))
+    training.step(1)
+    before = len(grid.came)
+    with pytest.raises(error, match=message):
+        training.step(2)
+    replies = [message_from_proto(ProtoMessage.FromString(each)) for each in grid.came[before:]]
+    (failed,) = [reply.content for reply in replies if reply.metadata.src_node_id == 98]
+    assert not failed.array_records
+    assert b"0.25" not in b"".join(grid.came[before:])
+
+
+def test_a_lost_key_stops_the_client(settings, tmp_path):
+    settings = replace(settings, defence="fedkl:length=8", model="lenet5")
+    grid = LocalGrid(settings, tmp_path / "sites")
+    training = flower_training(grid, settings, load_dataset(settings.dataset))
+    training.step(1)
+    for state in (tmp_path / "sites").glob("*/1/private/state-*"):
+        state.unlink()
+    with pytest.raises(RunFolderError, match=r"Client 1 sent nothing\. .* it is lost"):
+        training.step(2)
+
+
+def with_a_trap(settings, folder, **node_config):
+    """A training whose server sends rows that measure brightness, and biases that sort it."""
+    settings = replace(settings, model="mlp:hidden=64", partition="iid:images=24")
+    training = flower_training(LocalGrid(settings, folder, **node_config), settings, load_dataset(settings.dataset))
+    name = next(name for name, tensor in training.model.items() if tensor.shape == (64, 784))
+    training.model[name] = torch.full((64, 784), 1 / 784)
+    training.model[name.replace("weight", "bias")] = -torch.linspace(-0.5, 1.0, 64)
+    return training
+
+
+def test_a_site_decides_for_itself_on_the_tripwire(settings, tmp_path):
+    with pytest.raises(TripwireError, match=r"Client (\d) sent nothing\. The model that client \1 received"):
+        with_a_trap(settings, tmp_path, tripwire="refuse").step(1)
+
+
+def test_warnings_of_the_sites_are_heard_at_the_server(settings, tmp_path):
+    with pytest.warns(TripwireWarning, match=r"The model that client \d received in round 1 must hold"):
+        row, _ = with_a_trap(replace(settings, tripwire="warn"), tmp_path).step(1)
+    assert row["tripwire_warnings"] == CLIENTS
+
+
+@pytest.mark.parametrize(
+    ("run", "agreed", "fine"),
+    [
+        ({"defence": "prune:fraction=0.9"}, "prune:fraction=0.9", True),
+        ({"defence": "prune:fraction=0.10"}, "prune:fraction=0.1", True),
+        ({"defence": "none"}, "prune:fraction=0.9", False),
+        ({"defence": "prune:fraction=0.1"}, "prune:fraction=0.9", False),
+        ({"defence": "prune:fraction=0.9", "defended": (0, 2)}, "prune:fraction=0.9", False),
+    ],
+)
+def test_a_site_trains_under_the_defence_that_it_agreed_to_alone(settings, tmp_path, run, agreed, fine):
+    settings = replace(settings, model="logistic", **run)
+    nodes = {9: {"partition-id": 0}, 8: {"partition-id": 1, "defence": agreed}, 7: {"partition-id": 2}}
+    grid = LocalGrid(settings, tmp_path, nodes)
+    if fine:
+        flower_training(grid, settings, load_dataset(settings.dataset)).step(1)
+    else:
+        with pytest.raises(
+            ConfigError, match=r"Node 8 \(partition-id 1\) sent nothing\. The run's defence must be the one"
+        ):
+            flower_training(grid, settings, load_dataset(settings.dataset))
+
+
+@pytest.fixture
+def own_sets(settings, tmp_path):
+    """What the simulation deals to each client, as a file of each site's own."""
+    with Simulation(settings, workers=0) as simulation:
+        data, test = simulation.data, simulation.dataset.test
+    for number in range(CLIENTS):
+        mine = data.indices[data.offsets[number] : data.offsets[number + 1]]
+        arrays = {"x_train": data.train.images[mine], "y_train": data.train.labels[mine]}
+        np.savez(tmp_path / f"own-{number}.npz", **arrays, x_test=test.images, y_test=test.labels)
+    return tmp_path
+
+
+@pytest.mark.parametrize("way", ["function", "node config"])
+def test_a_site_trains_on_its_own_images(settings, own_sets, way):
+    settings = replace(settings, algorithm="fedsgd", batch_size=0, model="logistic")
+    with Simulation(settings, workers=0) as simulation:
+        rows, model, clients = play(simulation)
+    if way == "function":
+        grid = LocalGrid(
+            settings,
+            own_sets / "sites",
+            data=lambda context: load_dataset(str(own_sets / f"own-{context.node_config['partition-id']}.npz")),
+        )
+    else:
+        nodes = {7 + n: {"partition-id": n, "data": str(own_sets / f"own-{n}.npz")} for n in range(CLIENTS)}
+        grid = LocalGrid(settings, own_sets / "sites", nodes)
+    there = play(flower_training(grid, settings, load_dataset(settings.dataset)))
+    assert all(torch.allclose(model[name], there[1][name], atol=1e-6) for name in model)
+    assert (rows[-1]["accuracy"], clients) == (there[0][-1]["accuracy"], there[2])
+
+
+def test_a_site_keeps_the_images_that_it_began_with(settings, own_sets):
+    settings = replace(settings, model="logistic")
+    for number in (0, 1):
+        nodes = {7 + n: {"partition-id": n, "data": str(own_sets / f"own-{number}.npz")} for n in range(CLIENTS)}
+        grid = LocalGrid(settings, own_sets / "sites", nodes)
+        if number == 0:
+            flower_training(grid, settings, load_dataset(settings.dataset))
+    with pytest.raises(RunFolderError, match=r"Node 7 \(partition-id 0\) sent nothing\. A site must keep the images"):
+        flower_training(grid, settings, load_dataset(settings.dataset))
+
+
+def test_images_of_another_shape_are_refused(settings, tmp_path):
+    settings = replace(settings, model="logistic")
+    grid = LocalGrid(settings, tmp_path, data=lambda context: small_set())
+    with pytest.raises(ConfigError, match=r"Client \d sent nothing\. A site's images must have the run's shape"):
+        flower_training(grid, settings, load_dataset(settings.dataset)).step(1)
+
+
+def test_marked_images_are_counted_and_scored_where_they_are(settings, tmp_path):
+    settings = replace(settings, defence="fedkl:length=8", model="lenet5", rounds=1, sensitive="1:0/3")
+    grid = LocalGrid(settings, tmp_path)
+    (row,), _, _ = play(flower_training(grid, settings, load_dataset(settings.dataset)))
+    assert row["accuracy_sensitive"] in (0, 0.5, 1)  # client 1's two, with its own key; the others have none
+
+
+def test_a_private_folder_is_asked_for(settings, tmp_path):
+    grid = LocalGrid(settings, tmp_path, **{"private-folder": ""})
+    with pytest.raises(ConfigError, match="private-folder in a node's config must name a folder"):
+        flower_training(grid, settings, load_dataset(settings.dataset))
+
+
+def test_without_flower_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flwr.app", None)
+    for module in ("flower", "flower_site"):
+        monkeypatch.delitem(sys.modules, f"gradveil.engines.{module}")
+    with pytest.raises(ImportError, match=r"pip install 'gradveil\[flower\]'"):
+        importlib.import_module("gradveil.engines.flower")
+
+
+def test_the_example_is_an_app_with_settings_of_a_training():
+    folder = Path(__file__).parents[2] / "examples" / "flower"
+    app = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    context = Context(1, 1, {}, RecordDict(), app["config"])
+    assert run_settings(context).clients == 2
+    for name, kind in (("serverapp", ServerApp), ("clientapp", ClientApp)):
+        file, _, attribute = app["components"][name].partition(":")
+        assert isinstance(runpy.run_path(folder / f"{file}.py")[attribute], kind)
