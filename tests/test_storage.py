@@ -212,13 +212,35 @@ def test_a_lost_state_is_refused_and_one_of_a_round_that_is_played_again_is_not_
     folder.save_state(3, {"n": torch.ones(1)})
     assert folder.load_state(3) is None
     (folder.path / "state-000003.safetensors").unlink()
-    with pytest.raises(RunFolderError, match=r"it is lost.*remove .*has-private-state"):
+    with pytest.raises(RunFolderError, match=r"it is lost.*make the empty file .*begin-anew"):
         folder.load_state(3)
     folder.save_state(4, {"n": torch.ones(1)})
     with pytest.raises(RunFolderError, match="it is lost"):  # a later one is not that of round 3
         folder.load_state(4)
-    (tmp_path / "has-private-state").unlink()
-    assert folder.load_state(3) is None
+    (tmp_path / "begin-anew").touch()
+    assert folder.load_state(4) is None
+    folder.save_state(4, {"n": torch.ones(1)})
+    assert not folder.begins_anew
+    assert set(folder.load_state(5)) == {"n"}
+    assert folder.load_state(4) is None  # as a new client of round 4
+
+
+def test_a_client_that_trained_must_have_its_state(tmp_path):
+    folder = PrivateFolder(tmp_path / "0" / "private")
+    with pytest.raises(RunFolderError, match="it is lost"):
+        folder.require_state(2)
+    folder.save_state(1, {"n": torch.ones(1)})
+    folder.require_state(2)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "begin-anew").touch()
+    PrivateFolder(tmp_path / "1" / "private").require_state(2)
+
+
+def test_a_private_file_with_numbers_that_are_none_is_damaged(tmp_path):
+    folder = PrivateFolder(tmp_path / "private")
+    folder.save_state(1, {"key": torch.tensor([1.0, torch.nan])})
+    with pytest.raises(DataError, match="must hold finite numbers, got others in key"):
+        folder.load_state(2)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])

@@ -81,7 +81,8 @@ class PrivateFolder:
 
     The state is kept by round, the newest two: a run that was killed in the middle of round r goes on from the state
     before r, although some clients had finished r already. Beside the folder a mark says since which round there is a
-    state, so that a lost one is noticed: a client must not go on with a new key as if nothing had happened.
+    state, so that a lost one is noticed: a client must not go on with a new key as if nothing had happened. Whoever
+    wants just that, for a key is lost or was read, puts an empty file ``begin-anew`` there.
     """
 
     path: Path
@@ -90,26 +91,44 @@ class PrivateFolder:
         """Keep the state after a round, and drop all but the newest version before it."""
         self._make()
         save_tensors(self._state_path(round_number), state, mode=0o600)
-        if not self._mark.exists():
+        if not self._mark.exists() or self.begins_anew:
             write_atomic(self._mark, str(round_number).encode(), mode=0o600)
-        for old in self._versions(before=round_number)[:-1]:
+        versions = self._versions(before=round_number)
+        for old in versions if self.begins_anew else versions[:-1]:
             self._state_path(old).unlink(missing_ok=True)
+        if self.begins_anew:
+            self._anew.unlink()
 
     def load_state(self, round_number: int) -> dict[str, Tensor] | None:
         """The state with which this client starts a round: the newest of the rounds before; None if it has none.
 
         One that is lost, or that others can read, is an error.
         """
+        if self.begins_anew:
+            return None
         versions = self._versions(before=round_number)
         if versions:
             return _load_private(self._state_path(versions[-1]))
         nothing = not any(self.path.glob("state-*.safetensors"))
         if self._mark.exists() and (nothing or self._first_round() < round_number):
-            raise RunFolderError(
-                f"{self.path} must hold the client's private state (keys, locks), got none: it is lost. "
-                f"Restore it from a copy, or remove {self._mark} to let the client begin with a new one."
-            )
+            raise self._lost()
         return None
+
+    def require_state(self, round_number: int) -> None:
+        """Raise where a client that trained before this round has no state of that, and does not begin anew."""
+        if not self._versions(before=round_number) and not self.begins_anew:
+            raise self._lost()
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the client is to forget its state, and to draw new secrets."""
+        return self._anew.exists()
+
+    def _lost(self) -> RunFolderError:
+        return RunFolderError(
+            f"{self.path} must hold the client's private state (keys, locks), got none: it is lost. Restore it from a "
+            f"copy, or make the empty file {self._anew} to let the client begin with new secrets."
+        )
 
     def _first_round(self) -> int:
         """The round after which a state was first kept, as the mark says."""
@@ -124,7 +143,7 @@ class PrivateFolder:
     def load(self, name: str) -> dict[str, Tensor] | None:
         """Tensors kept by `save`, or None."""
         path = self.path / f"{name}.safetensors"
-        return _load_private(path) if path.exists() else None
+        return _load_private(path) if path.exists() and not self.begins_anew else None
 
     def _make(self) -> None:
         try:
@@ -135,6 +154,10 @@ class PrivateFolder:
     @property
     def _mark(self) -> Path:
         return self.path.parent / "has-private-state"
+
+    @property
+    def _anew(self) -> Path:
+        return self.path.parent / "begin-anew"
 
     def _state_path(self, round_number: int) -> Path:
         return self.path / f"state-{round_number:06d}.safetensors"
@@ -150,6 +173,11 @@ def _load_private(path: Path) -> dict[str, Tensor]:
     if os.name == "posix" and mode & 0o077:
         raise RunFolderError(
             f"{path} must have mode 0600, got {mode:04o}: others may have read it. "
-            f"If nobody has, run `chmod 600 {path}`; else remove {path.parent.parent}: new secrets."
+            f"If nobody has, run `chmod 600 {path}`; else make the empty file {path.parent.parent / 'begin-anew'}: "
+            "the client begins with new secrets."
         )
-    return load_tensors(path)
+    tensors = load_tensors(path)
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise DataError(f"{path} must hold finite numbers, got others in {name}: it is damaged. Restore a copy.")
+    return tensors

@@ -2,6 +2,7 @@
 
 import base64
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -449,12 +450,18 @@ def go_on(out):
 
 
 def test_a_lost_key_stops_the_client_until_it_is_told_to_begin_anew(begun):
-    for path in (begun / "clients" / "1" / "private").iterdir():
-        path.unlink()
-    with pytest.raises(RunFolderError, match=r"it is lost.*remove .*has-private-state"):
+    client = begun / "clients" / "1"
+    (before,) = (load_tensors(path) for path in (client / "private").glob("state-*"))
+    shutil.rmtree(client)  # with all that says that there was a key
+    with pytest.raises(RunFolderError, match=r"it is lost.*make the empty file .*begin-anew"):
         go_on(begun)
-    (begun / "clients" / "1" / "has-private-state").unlink()
+    client.mkdir()
+    (client / "begin-anew").touch()
     go_on(begun)
+    after = load_tensors(client / "private" / "state-000002.safetensors")
+    (key,) = (name for name in after if name.endswith(".key"))
+    assert not torch.equal(after[key], before[key])  # the run's seed would give the old one again
+    assert not (client / "begin-anew").exists()
 
 
 def test_a_key_that_others_can_read_is_refused(begun):
@@ -471,7 +478,7 @@ def test_a_key_of_another_length_or_for_other_blocks_is_refused(begun, tmp_path,
     settings = TrainSettings(**{**vars(RUN), "save_rounds": (), "defence": other})
     with (
         Simulation(settings, workers=0, clients_folder=begun / "clients") as simulation,
-        pytest.raises(ConfigError, match=r"private tensors must have .*key_lock.*with the same settings"),
+        pytest.raises(RunFolderError, match=r"client \d in .*private tensors must have .*key_lock.*the same settings"),
     ):
         simulation.step(2)
 

@@ -97,6 +97,12 @@ class Attack(AnyAttack):
 
         Without a choice it is the first countermove that has stages, and whose stages have all they need to know.
         """
+        staged = self._stages(seen)
+        fitting = [stages for stages in staged if not any(stage.lacks(seen) for stage in stages)]
+        return next(iter(fitting or staged), [])
+
+    def _stages(self, seen: Observation) -> "list[list[Decoder]]":
+        """The stages of every countermove that has some, the one to fear most first."""
         known = {Knowledge.DEFENCE, Knowledge.NUM_EXAMPLES} | (set() if seen.single_step else {Knowledge.LOCAL_STEPS})
         choice = getattr(self, "adapt", "")
         if not known <= seen.threat.knows or choice == "none":
@@ -104,9 +110,7 @@ class Attack(AnyAttack):
         chosen = countermove(seen, choice) if choice else None
         moves = [chosen] if chosen else list(countermoves(seen).values())
         options = [[build(Decoder, spec) for spec in move.decode] for move in moves]
-        staged = [stages for stages in options if stages]
-        fitting = [stages for stages in staged if not any(stage.lacks(seen) for stage in stages)]
-        return next(iter(fitting or staged), [])
+        return [stages for stages in options if stages]
 
     @final
     def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
@@ -122,13 +126,16 @@ class Attack(AnyAttack):
                 f"(it grants {granted}). Grant it under [threat] knows, or drop the attack."
             )
         result = self._guarded(seen, rng)
-        for decoder in self.decoders(seen):
+        decoders = self.decoders(seen)
+        for decoder in decoders:
             lacking = decoder.lacks(seen)
             if lacking:
-                note = f"not decoded: {decoder.name} needs {', '.join(lacking)}"
-                result = replace(result, why=tuple("; ".join(filter(None, [w, note])) for w in result.why))
+                result = _noted(result, f"not decoded: {decoder.name} needs {', '.join(lacking)}")
             else:
                 result = decoder.decode(result, seen, rng)
+        for decoder in next(iter(self._stages(seen)), []):
+            if decoder.lacks(seen) and decoder not in decoders:
+                result = _noted(result, f"not tried: {decoder.spec} needs {', '.join(decoder.lacks(seen))}")
         several = seen.rounds > 1 and len(result.images) == seen.num_targets
         return _least(result, seen.rounds) if several else result
 
@@ -157,6 +164,10 @@ class Attack(AnyAttack):
             else result.iterates,
             why=why,
         )
+
+
+def _noted(result: Reconstruction, note: str) -> Reconstruction:
+    return replace(result, why=tuple("; ".join(filter(None, [why, note])) for why in result.why))
 
 
 @dataclass(frozen=True)

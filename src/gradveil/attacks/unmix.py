@@ -136,7 +136,7 @@ class Unmix(Decoder):
             return solution
         channels, height, width = encodings.shape[1:]
         upright = solution.images * agreed_signs(solution.images, (channels, height, width))
-        return solution._replace(images=upright * likely_sign(upright, public.flatten(1)))
+        return solution._replace(images=upright * likely_sign(upright.view(-1, *encodings.shape[1:]), public, rng))
 
 
 _TRIAL = 4

@@ -70,7 +70,8 @@ class Fedkl(Defence):
         init: of the lock: ``default`` is PyTorch's, uniform within 1 / sqrt(length); ``uniform`` within 0.5, as in the
             authors' attacks.
         grid: scales and shifts differ over grid x grid tiles of the map: C times grid squared numbers each. Ours.
-        lock: ``own`` is drawn by each client, ``common`` begins alike for all, and the server knows it.
+        lock: ``own`` is drawn by each client, ``common`` begins alike for all, and the server knows it: it is the same
+            in all runs, whatever their seed, and in all blocks with as many channels.
         source: ``seed`` makes a simulation repeatable, but whoever has the seed has the keys; ``system`` draws keys and
             locks from the system's secure random source: for real clients.
     """
@@ -221,10 +222,16 @@ class Locked(nn.Module):
             return self._at_once(features, *numbers.chunk(2))
         gamma, beta = numbers.view(-1, 2, *self.key_lock.shape).unbind(1)  # (1 or N, C, grid, grid)
         if self.key_lock.shape[1] > 1:
+            self._check_grid(features)
             gamma, beta = (F.interpolate(tiles, features.shape[2:], mode="nearest") for tiles in (gamma, beta))
         normal: Tensor = self.norm(features)
         scaled: Tensor = gamma * normal + beta
         return scaled
+
+    def _check_grid(self, features: Tensor) -> None:
+        grid, (height, width) = self.key_lock.shape[1], features.shape[2:]
+        if grid > min(height, width):
+            raise ConfigError(f"grid must be at most the {height}x{width} pixels of the map it scales, got {grid}.")
 
     def _at_once(self, features: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         """The same by the normalisation's own kernel, which scales and shifts on the way at no cost."""

@@ -1,6 +1,7 @@
 """The device side of a simulation: many clients, one after the other, on one network in one process."""
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from gradveil.client import LocalSettings, Score, score, train_locally
 from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
 from gradveil.defences.base import Client, Defence
-from gradveil.errors import ConfigError
+from gradveil.errors import ConfigError, RunFolderError
 from gradveil.flat import FlatModel
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import Normalisation
@@ -190,10 +191,19 @@ class Devices:
         saved = folder.load_state(round_number) if self._stateful else None
         if self._server_private:
             if saved is None:
-                self._net.set_private(self._flat(f"client {number}", self._seed).private_tensors())
+                seed = secrets.randbits(63) if folder.begins_anew else self._seed  # the run's would give the old ones
+                self._net.set_private(self._flat(f"client {number}", seed).private_tensors())
             else:
-                self._net.set_private(_without_prefix(saved, "model."))
+                self._set_private(saved, number, folder)
         return None if saved is None else _without_prefix(saved, "state.")
+
+    def _set_private(self, saved: Tensors, number: int, folder: PrivateFolder) -> None:
+        try:
+            self._net.set_private(_without_prefix(saved, "model."))
+        except ConfigError as error:
+            raise RunFolderError(
+                f"The private state of client {number} in {folder.path} does not fit its model. {error}"
+            ) from error
 
     def _with_defended_data(self, client: Client, folder: PrivateFolder, *, is_new: bool) -> Client:
         """Replace the client's data by ``on_data``'s, made once and kept with the state that it left."""

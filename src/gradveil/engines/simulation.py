@@ -1,7 +1,7 @@
 """The embedded federated simulation: data, clients, server and engine put together."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,8 @@ from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError
 from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation, parse_normalisation
-from gradveil.server import Engine
+from gradveil.server import Engine, sample_clients
+from gradveil.storage import PrivateFolder
 
 
 class Simulation(Training):
@@ -77,6 +78,7 @@ class Simulation(Training):
         net = server_network(settings, defence, build_network, shape, num_classes)
         self._stack = ExitStack()
         folder = clients_folder or Path(self._stack.enter_context(TemporaryDirectory(prefix="gradveil-clients-")))
+        self._clients = folder
         self.num_workers = 0 if live or device.type != "cpu" else num_workers(workers, settings.num_sampled)
         engine: Engine
         if self.num_workers:
@@ -86,6 +88,16 @@ class Simulation(Training):
             engine = InProcess(settings, self.data, defence, build_network, folder)
         has_sensitive = bool(self.data.count("sensitive", None))
         super().__init__(settings, defence, net, engine, self.data.sizes, has_sensitive=has_sensitive)
+
+    def resume(self, model: Mapping[str, Tensor], server_state: Mapping[str, Tensor], done: int = 0) -> None:
+        """Go on from a checkpoint; an error where a client that trained has lost its keys since."""
+        super().resume(model, server_state, done)
+        if not self.net.has_private:
+            return
+        drawn = (sample_clients(self.settings, self.sizes, number) for number in range(1, done + 1))
+        early = self.defence.early_clients(self.settings.clients) if done else ()
+        for client in sorted(set(early).union(*drawn)):
+            PrivateFolder(self._clients / str(client) / "private").require_state(done + 1)
 
     def __enter__(self) -> "Simulation":
         return self

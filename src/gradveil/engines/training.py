@@ -54,8 +54,8 @@ class Training:
         self.model: dict[str, Tensor] = _copy(net.shared_tensors(net.values[net.shared]))
         self.server_state: dict[str, Tensor] = {}
 
-    def resume(self, model: Mapping[str, Tensor], server_state: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint's model and server state."""
+    def resume(self, model: Mapping[str, Tensor], server_state: Mapping[str, Tensor], done: int = 0) -> None:
+        """Go on from a checkpoint's model and server state, after so many rounds."""
         if {name: tensor.shape for name, tensor in model.items()} != {n: t.shape for n, t in self.model.items()}:
             raise RunFolderError("The checkpoint must fit the model of this run, got other tensors or shapes.")
         self.model = {name: model[name].to(self.net.values) for name in self.model}
@@ -170,7 +170,7 @@ def record(
     rows: list[Row] = []
     done = 0
     if checkpoint is not None:
-        training.resume(checkpoint.model, checkpoint.server_state)
+        training.resume(checkpoint.model, checkpoint.server_state, checkpoint.round)
         rows, done = list(checkpoint.rows), checkpoint.round
     progress(done, rows[-1] if rows else None, "training")
     if not (rows and settings.rounds == 0):

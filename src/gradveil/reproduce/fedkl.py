@@ -199,7 +199,8 @@ def table_3(lab: Lab) -> Result:
         "Accuracy in percent of the global model. `own key, own lock` is the paper's `Client`; `another's key` keeps "
         "the client's own lock (mean over the other clients); `random key, own lock` likewise; `random` has both at "
         "random, as in the paper (mean of 5). The gap is to `random`. With `lock=common` the server's first lock is "
-        "the one that all clients began with."
+        "the one that all clients began with. lenet5 has 6 channels in its first layer, of 28x28 images; the "
+        "paper's LeNet is another, with a larger share of the lock."
     )
     return Result(rows, notes)
 

@@ -181,8 +181,12 @@ def table_7(lab: Lab) -> Result:
         spec = loda_spec(lab, *VARIANTS[name]) if name in VARIANTS else "none"
         rows.append({"data": name, **{model: learned(lab, scene, spec, model) for model in models}, "paper": paper})
     lab.progress(1.0, "done")
-    order = "The paper's are ResNet18, ResNet34, VGG16 and DenseNet121."
-    return Result(rows, [order, *_notes(lab, adaptive=False)[1:3]])
+    sizes = sizes_of(lab)
+    order = (
+        f"Accuracy after {sizes.epochs} epochs on {sizes.learn:,} images (the paper: all), one seed. The paper's "
+        "networks are ResNet18, ResNet34, VGG16 and DenseNet121."
+    )
+    return Result(rows, [order, _notes(lab, adaptive=False)[2]])
 
 
 def from_encodings(lab: Lab) -> Result:

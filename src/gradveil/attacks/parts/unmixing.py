@@ -62,10 +62,7 @@ def train_similarity(
         batch: encodings a step.
         rng: of the draws; weights too.
     """
-    network = similarity_network(public.shape[1], width)
-    for parameter in network.parameters():
-        bound = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.0
-        parameter.data = (2 * torch.rand(parameter.shape, generator=rng) - 1) * bound
+    network = _seeded(similarity_network(public.shape[1], width), rng)
     optimiser = torch.optim.Adam(network.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
     off = ~torch.eye(batch, dtype=torch.bool)
@@ -259,12 +256,49 @@ def agreed_signs(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
     return torch.from_numpy(signs)
 
 
-def likely_sign(images: Tensor, public: Tensor) -> float:
-    """The sign that makes images (N, D) likelier, by a linear discriminant of public images against their negatives."""
-    few = public[:, :: max(1, public.shape[1] // 512)]
-    mean = few.mean(0)
-    spread = (few - mean).T @ (few - mean) / len(few)
-    ridge = 0.1 * spread.diagonal().mean() * torch.eye(len(spread))
-    direction = torch.linalg.solve(spread + ridge, mean)
-    shown = images[:, :: max(1, images.shape[1] // 512)]
-    return 1.0 if float((shown @ direction).sum()) >= 0 else -1.0
+def likely_sign(images: Tensor, public: Tensor, rng: torch.Generator) -> float:
+    """The sign that makes images (N, C, H, W) likelier, by a small network that tells public ones from negatives."""
+    network = train_sign(public, rng)
+    with torch.no_grad():
+        odds = network(images) - network(-images)
+    return 1.0 if float(odds.sum()) >= 0 else -1.0
+
+
+def train_sign(public: Tensor, rng: torch.Generator) -> nn.Module:
+    """Learn the logit of being an image, not its negative."""
+    network = _seeded(_sign_network(public.shape[1:]), rng)
+    optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
+    with torch.enable_grad():
+        for _ in range(_SIGN_STEPS):
+            some = public[torch.randint(len(public), (32,), generator=rng)]
+            upright = torch.randint(2, (32, 1), generator=rng).float()
+            logits = network(some * (2 * upright - 1)[:, :, None, None])
+            optimiser.zero_grad()
+            F.binary_cross_entropy_with_logits(logits, upright).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+    return network.eval().requires_grad_(False)
+
+
+_SIGN_STEPS = 400
+
+
+def _sign_network(shape: torch.Size) -> nn.Sequential:
+    channels, height, width = shape
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * -(-height // 8) * -(-width // 8), 1),
+    )
+
+
+def _seeded(network: nn.Sequential, rng: torch.Generator) -> nn.Sequential:
+    """The network with first weights of this generator."""
+    for parameter in network.parameters():
+        bound = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.0
+        parameter.data = (2 * torch.rand(parameter.shape, generator=rng) - 1) * bound
+    return network
