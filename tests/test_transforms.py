@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from gradveil.transforms import STEPS, Step
+from gradveil.transforms import STEPS, Step, filled
 
 
 def picture(seed=0, side=16):
@@ -78,14 +78,50 @@ def test_the_fifty_are_there_with_the_published_strengths():
     assert STEPS[37].strength == pytest.approx(256 * 5 / 9)
 
 
+def everywhere(images):
+    return torch.ones_like(images[:, :1], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("name", ["shear-x", "shear-y", "translate-x", "translate-y", "rotate"])
-def test_moves_are_undone_where_nothing_was_lost(name):
-    images, sign, step = picture(side=32), torch.tensor([1]), Step(name, 4)
-    there = step(images, sign)
-    back = step.undone(there, sign)
-    inner = (slice(None), slice(None), slice(12, 20), slice(12, 20))
+def test_moves_are_undone_where_nothing_was_lost(name, sign):
+    images, signs, step = picture(side=32), torch.tensor([sign]), Step(name, 4)
+    there = step(images, signs)
+    back, known = step.undone(there, step.left(everywhere(images), signs), signs)
+    assert 0.6 < known.float().mean() < 1
+    inner = (..., slice(12, 20), slice(12, 20))
+    assert known[inner].all()
     assert (back - images)[inner].abs().max() < 0.15
-    assert (back - images)[inner].square().mean() < 0.1 * (there - images)[inner].square().mean()
+    off, before = ((shown - images)[known.expand_as(images)] for shown in (back, there))
+    assert off.square().mean() < 0.1 * before.square().mean()
+    lost = (~known).expand_as(images)
+    assert torch.equal(back[lost], filled(back, known)[lost])
+
+
+def test_a_pixel_is_known_if_it_never_left_the_picture():
+    images, plus = picture(), torch.tensor([1])
+    steps = [(Step("translate-x", 9), plus), (Step("translate-x", 5), -plus), (Step("invert", 0), plus)]
+    known, shown = everywhere(images), images
+    for step, sign in steps:
+        known, shown = step.left(known, sign), step(shown, sign)
+    for step, sign in reversed(steps):
+        shown, known = step.undone(shown, known, sign)
+    columns = known[0, 0].all(0)  # 7 columns go out to the left; then 4 to the right, which are black by then
+    assert torch.equal(columns, torch.arange(16) >= 7)
+    assert torch.equal(known, columns.expand_as(known))
+    assert torch.allclose(shown[..., columns], images[..., columns])
+
+
+def test_lost_pixels_are_filled_from_known_ones_of_the_same_image_and_channel():
+    images, rng = torch.cat([picture(1), picture(2)]), torch.Generator().manual_seed(0)
+    known = torch.rand(2, 1, 16, 16, generator=rng) < 0.5
+    full = filled(images, known)
+    for image in range(2):
+        for channel in range(3):
+            there = images[image, channel][known[image, 0]]
+            assert torch.equal(full[image, channel][known[image, 0]], there)
+            assert (full[image, channel][~known[image, 0]] == there.median()).all()
+    assert (filled(images, ~everywhere(images)) == 0.5).all()
 
 
 @pytest.mark.parametrize("name", ["color", "contrast", "brightness", "sharpness", "invert"])
@@ -93,7 +129,10 @@ def test_moves_are_undone_where_nothing_was_lost(name):
 def test_tones_are_undone_exactly(name, sign):
     images, signs = 0.4 + 0.2 * picture(), torch.tensor([sign])
     step = Step(name, 9)
-    assert (step.undone(step(images, signs), signs) - images).abs().max() < 1e-3
+    known = picture()[:, :1] < 0.5
+    back, there = step.undone(step(images, signs), step.left(known, signs), signs)
+    assert (back - images).abs().max() < 1e-3
+    assert torch.equal(there, known)
 
 
 @pytest.mark.parametrize("name", list(PILLOW))

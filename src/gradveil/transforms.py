@@ -42,9 +42,42 @@ class Step(NamedTuple):
         """The images after the operation."""
         return _OPERATIONS[self.name](images, self.strength, signs.to(images).view(-1, 1, 1, 1)).clamp(0, 1)
 
-    def undone(self, images: Tensor, signs: Tensor) -> Tensor:
-        """An image that the operation may have come from; what it destroyed stays as it is."""
-        return _INVERSES.get(self.name, _kept)(images, self.strength, signs.to(images).view(-1, 1, 1, 1)).clamp(0, 1)
+    def left(self, known: Tensor, signs: Tensor) -> Tensor:
+        """Which pixels (N, 1, H, W) show the picture after the operation, of those that did before."""
+        return _whole(self(known.float(), signs)) if self.name in _MOVES else known
+
+    def undone(self, images: Tensor, known: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+        """Images that the operation may have come from, and which of their pixels are known.
+
+        What tones it destroyed stay as they are; what it moved out of the picture is filled from known pixels.
+
+        Args:
+            images: (N, C, H, W) after the operation.
+            known: (N, 1, H, W), which of their pixels show the picture.
+            signs: (N,) as the operation was called with.
+        """
+        signs = signs.to(images).view(-1, 1, 1, 1)
+        if self.name not in _MOVES:
+            return _INVERSES.get(self.name, _kept)(images, self.strength, signs).clamp(0, 1), known
+        back = _MOVES[self.name]
+        known = _whole(back(known.to(images), self.strength, signs))
+        return filled(back(images, self.strength, signs), known).clamp(0, 1), known
+
+
+def filled(images: Tensor, known: Tensor) -> Tensor:
+    """Images (N, C, H, W) with the median of an image's known pixels, channel by channel, at the others; grey if none.
+
+    Example:
+        >>> filled(torch.tensor([[[[0.2, 0.4, 0.0, 0.4]]]]), torch.tensor([[[[True, True, False, True]]]]))[0, 0, 0, 2]
+        tensor(0.4000)
+    """
+    median = torch.where(known, images, torch.nan).flatten(2).nanmedian(2).values
+    return torch.where(known, images, median.nan_to_num(0.5)[..., None, None])
+
+
+def _whole(share: Tensor) -> Tensor:
+    """Which pixels of a moved mask were made of known pixels alone."""
+    return share > 0.99
 
 
 def _affine(images: Tensor, rows: Tensor, *, mode: str, fill: float) -> Tensor:
@@ -176,19 +209,16 @@ def _kept(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 
 
 def _back(entries: Callable[[Tensor, float], dict[tuple[int, int], float]]) -> Operation:
-    """The inverse of an affine operation: the same with the other sign; what comes from outside is its border."""
+    """The inverse of an affine operation: the same with the other sign. Outside is 0, in a mask: not known."""
 
     def undo(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-        rows = _rows(-signs, entries(images, strength))
-        back = _affine(images, rows, mode="bilinear", fill=-1.0)
-        return torch.where(back < -0.5, images.mean((2, 3), keepdim=True), back)
+        return _affine(images, _rows(-signs, entries(images, strength)), mode="bilinear", fill=0.0)
 
     return undo
 
 
 def _rotate_back(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    back = _rotated(images, -math.radians(strength), fill=-1.0)
-    return torch.where(back < -0.5, images.mean((2, 3), keepdim=True), back)
+    return _rotated(images, -math.radians(strength), fill=0.0)
 
 
 def _dimmed(images: Tensor, strength: float, signs: Tensor) -> Tensor:
@@ -219,13 +249,18 @@ _OPERATIONS: dict[str, Operation] = {
     "invert": _invert,
 }  # fmt: skip
 _INVERSES: dict[str, Operation] = {
+    "color": _recoloured, "contrast": _recontrasted, "brightness": _dimmed, "sharpness": _resharpened,
+    "invert": _invert,
+}  # fmt: skip
+"""Of operations on tones."""
+_MOVES: dict[str, Operation] = {
     "shear-x": _back(lambda images, strength: {(0, 1): strength}),
     "shear-y": _back(lambda images, strength: {(1, 0): strength}),
     "translate-x": _back(lambda images, strength: {(0, 2): float(round(strength * images.shape[3]))}),
     "translate-y": _back(lambda images, strength: {(1, 2): float(round(strength * images.shape[2]))}),
-    "rotate": _rotate_back, "color": _recoloured, "contrast": _recontrasted, "brightness": _dimmed,
-    "sharpness": _resharpened, "invert": _invert,
-}  # fmt: skip
+    "rotate": _rotate_back,
+}
+"""Inverses of operations that move pixels, on pictures and masks alike."""
 _SIGNED = ("shear-x", "shear-y", "translate-x", "translate-y", "color", "contrast", "sharpness", "brightness")
 _RANGES = {
     "shear-x": (0, 0.3), "shear-y": (0, 0.3), "translate-x": (0, 150 / 331), "translate-y": (0, 150 / 331),

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gradveil.attacks import build_attack
 from gradveil.attacks.encodings import Encodings
 from gradveil.attacks.untransform import Untransform
+from gradveil.client import LocalSettings
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
 from gradveil.types import Batch
@@ -52,6 +55,69 @@ def test_it_follows_a_gradient_attack_that_was_given_no_encodings():
 def test_what_it_was_prepared_on_is_what_its_inner_attack_was(monkeypatch):
     monkeypatch.setattr(Encodings, "prepared_on", lambda self, shape, num_classes: frozenset({7}))
     assert Untransform().prepared_on((1, 8, 8), 10) == {7}
+
+
+def test_one_look_gives_exactly_what_it_shows_and_fills_the_rest_from_that():
+    how = {"targets": 6, "side": 16, "defence": build_defence("ats:policy=3")}  # 7 columns go
+    truth, _, seen = scene(grants=GRANTS, **how)
+    _, _, blind = scene(grants=GRANTS[:2], **how)
+    found = run(Encodings(), seen).images
+    went_left = (run(Encodings(), blind).images[..., -7:] == 0).flatten(1).all(1)
+    assert 0 < went_left.sum() < 6
+    for guess, image, left in zip(found[:, 0, 0], truth[:, 0, 0], went_left, strict=True):
+        there, lost = (slice(7, None), slice(7)) if left else (slice(-7), slice(-7, None))
+        assert torch.allclose(guess[:, there], image[:, there], atol=1e-6)
+        assert torch.allclose(guess[:, lost], image[:, there].median(), atol=1e-6)
+
+
+def test_several_looks_give_what_one_has_lost_in_any_order_of_the_batch():
+    how = {"size": 3, "side": 16, "defence": build_defence("ats:policy=21"), "grants": GRANTS}
+    truth, labels, seen = scene(rounds=6, **how)
+    shown = Encodings().run(seen, torch.Generator())
+    found = Untransform().decode(shown, seen, torch.Generator())
+    alone = Untransform().decode(shown, replace(seen, rounds=1), torch.Generator())
+    assert found.images.shape == shown.images.shape
+    assert not torch.equal(shown.labels[0], shown.labels[1])  # the order differs
+    for look, single, classes, private, true in zip(
+        found.images, alone.images, found.labels, truth.repeat_interleave(6, 0), labels.repeat_interleave(6, 0),
+        strict=True,
+    ):  # fmt: skip
+        off = (look[:, None] - private).abs().flatten(2).amax(2)  # guesses by images
+        owner = off.argmin(1)
+        assert owner.sort().values.tolist() == [0, 1, 2]
+        assert off.amin(1).max() < 1e-5
+        assert (single - private[owner]).abs().max() > 0.05
+        assert torch.equal(classes, true[owner])
+    assert run(Untransform(), seen).images.shape == truth.shape
+
+
+def test_a_look_that_tells_nothing_spoils_no_other():
+    truth, _, seen = scene(side=16, rounds=6, defence=build_defence("ats:policy=21"), grants=GRANTS)
+    shown = Encodings().run(seen, torch.Generator())
+    images = shown.images.clone()
+    images[0, 0, 0, 3, 3] = torch.nan
+    found = Untransform().decode(replace(shown, images=images), seen, torch.Generator()).images
+    assert found[0].isnan().all()
+    assert torch.allclose(found[1:6], truth[0].expand_as(found[1:6]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch_size"),
+    [
+        ("ats:policy=21,mirror=true", 0),
+        ("ats:policy=21,crop=2", 0),
+        ("mixup:k=2+ats:policy=21", 0),
+        ("ats:policy=21", 2),
+    ],
+)
+def test_looks_at_other_pictures_stay_by_themselves(spec, batch_size):
+    how = LocalSettings(algorithm="fedsgd", batch_size=batch_size, batch_norm="freeze")
+    _, _, seen = scene(size=4, side=16, rounds=4, defence=build_defence(spec), grants=GRANTS, how=how)
+    shown = Encodings().run(seen, torch.Generator())
+    found, alone = (
+        Untransform().decode(shown, each, torch.Generator()).images for each in (seen, replace(seen, rounds=1))
+    )
+    assert torch.equal(found, alone)
 
 
 def test_another_defence_leaves_the_guesses_as_they_are():
