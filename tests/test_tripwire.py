@@ -139,6 +139,19 @@ def test_one_image_that_alone_reaches_a_layer_is_no_trap(digits):
     assert inspect(network, replace(digits, images=images)) == []
 
 
+@pytest.mark.parametrize(("moving", "alarm"), [(1, False), (2, False), (3, True)])
+def test_nearly_parallel_rows_count_if_three_images_move_them(moving, alarm, digits):
+    network = create_model("mlp:hidden=200", SHAPE, 10, seed=0)
+    with torch.no_grad():
+        noise = torch.randn(5, PIXELS, generator=rng())
+        common = torch.rand(PIXELS, generator=rng(1))
+        rows = common / common.norm() + 0.15 * noise / noise.norm(dim=1, keepdim=True)
+        network.linear1.weight[:5] = rows
+        brightest = (digits.images.flatten(1) @ rows.T).topk(moving + 1, dim=0).values
+        network.linear1.bias[:5] = -brightest[-2:].mean(0)  # each row is on for so many images
+    assert bool(inspect(network, digits)) == alarm
+
+
 def test_an_imprint_is_found_three_times(digits):
     found = [finding for finding in inspect(imprint(digits), digits) if finding.layer == "1"]
     assert checks(found) == {"parallel-rows", "bias-ladder", "isolated-cells"}

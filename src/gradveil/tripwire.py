@@ -6,11 +6,12 @@ weights must have, honest ones hardly ever do, and the client has all that it ta
 =====================  ============  ===================================================================================
 check                  points to     an alarm, and what honest layers give
 =====================  ============  ===================================================================================
-``parallel-rows``      imprint       three rows or more with a cosine of 0.95 (0.999 if no image moves them, and in
-                                     convolutions, where three filters of a well-trained LeNet-5 went beyond 0.95), or
-                                     responses to the client's own images that correlate by 0.999. Random rows of n
-                                     entries have cosines of about :math:`1/\sqrt n` (the exact law raises the bound
-                                     where n is small). Training mostly gave 0.8 at most, and correlations of 0.993.
+``parallel-rows``      imprint       three rows or more with a cosine of 0.95 (0.999 if fewer than three images move
+                                     them, and in convolutions, where three filters of a well-trained LeNet-5 went
+                                     beyond 0.95), or responses to the client's own images that correlate by 0.999.
+                                     Random rows of n entries have cosines of about :math:`1/\sqrt n` (the exact law
+                                     raises the bound where n is small). Training mostly gave 0.8 at most, and
+                                     correlations of 0.993.
 ``bias-ladder``        imprint       such rows switch on one after the other, so that they cut the client's images into
                                      four cells or more; the difference of two rows is then the gradient of a cell.
 ``mirrored-rows``      trap-weights  in three rows or more the positive entries are the negative ones times a constant,
@@ -66,6 +67,8 @@ from gradveil.types import Batch
 
 FEWEST_ROWS = 3
 """Rows that must be alike: two classes, or two duplicates, are honest reasons for a pair."""
+FEWEST_IMAGES = 3
+"""Images that must be behind a finding: where a training has failed, one may be all that reaches a layer."""
 COSINE, CORRELATION, MIRROR, ALONE, SHARED = 0.95, 0.999, 1e-3, 0.95, 6
 CHANCE = 1e-6
 """How often an honest layer may raise an alarm where its law is known."""
@@ -208,7 +211,7 @@ def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
         if len(parts) >= _enough(batch):
             found += _single(call.name, _alone(parts), "isolated-rows", "of the gradient come from one image alone")
         images = _isolated_by_differences(parts)
-        if len(images) >= FEWEST_ROWS:
+        if len(images) >= FEWEST_IMAGES:
             sentence = (
                 f"differences of two rows of the gradient hold single images, {len(images)} of {len(batch)} images in "
                 "all; honest layers give none."
@@ -328,12 +331,12 @@ def _parallel_weights(rows: Tensor, least: float = COSINE) -> Tensor:
 def _most_parallel(rows: Tensor, call: _Call) -> Tensor:
     """The largest of three groups: rows with proportional weights, with nearly so, and with responses that correlate.
 
-    For the last two only rows count that some image moves: the others are alike where a training has failed. Responses
-    count only where images differ in many ways: random rows must not correlate by 0.9 themselves.
+    For the last two only rows count that three images or more move: the others are alike where a training has failed.
+    Responses count only where images differ in many ways: random rows must not correlate by 0.9 themselves.
     """
     groups = [_parallel_weights(rows, CORRELATION)]
     if call.inputs is not None and call.slopes is not None:
-        live = call.slopes.ne(0).any(0).nonzero().flatten()
+        live = (call.slopes.ne(0).sum(0) >= min(FEWEST_IMAGES, len(call.slopes))).nonzero().flatten()
         groups.append(live[_parallel_weights(rows[live])])
         centred = call.inputs - call.inputs.mean(0)  # (N, entries)
         rng = torch.Generator().manual_seed(0)
@@ -419,7 +422,7 @@ def _single(name: str, owners: Tensor, check: str, what: str) -> list[Finding]:
     images, count = owners.shape
     found = int(owners.any(0).sum())
     too_many = found >= FEWEST_ROWS and bdtrc(found - 1, count, LOG_UNIFORM) < CHANCE
-    if not too_many or int(owners.any(1).sum()) < FEWEST_ROWS:
+    if not too_many or int(owners.any(1).sum()) < FEWEST_IMAGES:
         return []
     sentence = f"{found} of {count} rows {what} of {images}; {count * LOG_UNIFORM:.1f} are expected at most."
     return [Finding(check, name, "trap-weights", found / count, sentence)]

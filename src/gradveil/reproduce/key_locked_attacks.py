@@ -153,7 +153,7 @@ def table_6(lab: Lab) -> Result:
         "FedKL, lock within 0.5": (WIDE, ()),
         "FedKL, lock within 0.5, scales searched": (WIDE, ("defence",)),
     }
-    specs, targets = _specs(lab), lab.pick(2, 8, 32)
+    specs, targets = _specs(lab), lab.pick(2, 4, 32)
     datasets = lab.pick(("mnist-5k",), ("mnist-5k", "cifar10"), ("mnist", "cifar10", "cifar100"))
     rows: list[dict[str, Any]] = []
     pictures: dict[str, Figure] = {}
@@ -191,7 +191,7 @@ SHARED: Mapping[str, tuple[tuple[str, ...], str, str]] = {
 
 def table_7(lab: Lab) -> Result:
     """Reconstruction by what the client shares of key and lock."""
-    targets = lab.pick(2, 8, 32)
+    targets = lab.pick(2, 4, 32)
     datasets = lab.pick(("mnist-5k",), ("mnist-5k", "cifar10"), ("mnist", "cifar10", "cifar100"))
     specs = [spec for name, spec in _specs(lab).items() if name != "dlg"]
     rows: list[dict[str, Any]] = []
