@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from gradveil.audit import audit
 from gradveil.audit.plan import plan
+from gradveil.audit.privacy import LATER
 from gradveil.defences import Countermove
 from gradveil.defences.mixup import Mixup
 from gradveil.errors import ConfigError, RunFolderError
@@ -330,10 +331,29 @@ def test_rows_of_an_earlier_version_are_not_worked_out_again(small, tmp_path):
     audit(settings, folder, workers=0)
     for path in (folder / "cells").glob("*.json"):
         rows = json.loads(path.read_bytes())
-        old = [{k: v for k, v in row.items() if k not in ("tripwire", "guessed")} | {"seconds": -1} for row in rows]
+        old = [{k: v for k, v in row.items() if k not in LATER} | {"seconds": -1} for row in rows]
         path.write_text(json.dumps(old))
     rows = audit(settings, folder, workers=0, resume=True).rows
-    assert [(row["seconds"], row["tripwire"], row["guessed"]) for row in rows] == [(-1, None, None)] * len(rows)
+    assert [row["seconds"] for row in rows] == [-1] * len(rows)
+    assert all(row[key] is None for row in rows for key in LATER)
+
+
+@pytest.mark.parametrize(
+    ("defence", "attack", "knows", "answer"),
+    [
+        ("prune:fraction=0.5", QUICK, "labels,num-examples", "surviving"),
+        ("prune:fraction=0.5", f"{QUICK},adapt=again", "labels,num-examples", "again"),
+        ("prune:fraction=0.5", f"{QUICK},adapt=none", "labels,num-examples", None),
+        ("ats", "encodings", "num-examples,encodings,public-data", "untransform"),
+        ("ats", QUICK, "labels,num-examples", "untransform"),
+    ],
+)
+def test_rows_name_what_the_attacker_did_about_the_defence(small, tmp_path, defence, attack, knows, answer):
+    settings = small(defences=defence, attacks=attack, knows=knows, adaptive=True, rounds=0)
+    result = audit(settings, tmp_path / "run", workers=0)
+    found = {(row["defence"], row["adaptive"]): row["countermove"] for row in result.rows}
+    assert found.pop((defence, True)) == answer
+    assert set(found.values()) == {None}
 
 
 def test_images_without_a_guess_are_not_recognised():

@@ -61,3 +61,9 @@ def test_the_budget_is_that_of_the_client_which_gives_away_most(small):
     each = [build_defence("dp-sgd").budget(how.releases(size, 2)).epsilon for size in sizes]
     assert len(set(each)) > 1
     assert price(settings, "dp-sgd")["epsilon"] == max(each)
+
+
+@pytest.mark.parametrize(("defence", "share"), [("dcs2:steps=1", "20%"), ("dcs2:steps=1+prune", "20%"), ("prune", "")])
+def test_a_price_says_how_many_images_it_protected(small, defence, share):
+    why = price(small(rounds=1, sensitive="0.2"), defence)["why"]
+    assert why.startswith(f"{share} of the images are marked") if share else why == ""

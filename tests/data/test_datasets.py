@@ -102,7 +102,7 @@ class TestMnist5k:
         assert [path.name for path in tmp_path.iterdir()] == ["mnist-5k.npz"]
         assert (tmp_path / "mnist-5k.npz").stat().st_size < 2_000_000
         monkeypatch.setattr(mnist_5k, "read_package", lambda: pytest.fail("the cache was not used"))
-        again = load_dataset("mnist-5k", tmp_path)
+        again = load_dataset("mnist-5k", str(tmp_path))  # a text is a path too
         assert np.array_equal(again.train.images, made.train.images)
         torch.from_numpy(again.train.images)  # a read-only array would warn
 

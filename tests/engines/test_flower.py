@@ -321,6 +321,18 @@ def test_a_site_trains_under_the_defence_that_it_agreed_to_alone(settings, tmp_p
             flower_training(grid, settings, load_dataset(settings.dataset))
 
 
+@pytest.mark.parametrize(("agreed", "fine"), [("logistic", True), ("mlp", False)])
+def test_a_site_trains_the_network_that_it_agreed_to_alone(settings, tmp_path, agreed, fine):
+    settings = replace(settings, model="logistic")
+    nodes = {9: {"partition-id": 0}, 8: {"partition-id": 1, "model": agreed}, 7: {"partition-id": 2}}
+    grid = LocalGrid(settings, tmp_path, nodes)
+    if fine:
+        flower_training(grid, settings, load_dataset(settings.dataset)).step(1)
+    else:
+        with pytest.raises(ConfigError, match=r"Node 8 .* sent nothing\. The run's model must be the one .*'mlp'"):
+            flower_training(grid, settings, load_dataset(settings.dataset))
+
+
 @pytest.fixture
 def own_sets(settings, tmp_path):
     """What the simulation deals to each client, as a file of each site's own."""

@@ -112,6 +112,10 @@ class Attack(AnyAttack):
         options = [[build(Decoder, spec) for spec in move.decode] for move in moves]
         return [stages for stages in options if stages]
 
+    def answer(self, seen: Observation) -> str:
+        """What it does about a known defence, by the name of a countermove or by decoders; "" where it does nothing."""
+        return ", then ".join(decoder.spec for decoder in self.decoders(seen) if not decoder.lacks(seen))
+
     @final
     def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Refuse an unfit threat model, rebuild what the network saw, and undo what a known defence made of images.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.adaptive import adapted
+from gradveil.attacks.parts.adaptive import adapted, countermoves
 from gradveil.attacks.parts.evolution import Evolution
 from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
@@ -69,6 +69,11 @@ class Matching(Attack):
     @abstractmethod
     def labels_of(self, seen: Observation) -> Tensor | None:
         """The labels (T, B) to go by; None to search soft ones with the images."""
+
+    def answer(self, seen: Observation) -> str:
+        """The countermove that the search plays; one that only decodes is named by its decoders."""
+        moves = {} if self.adapt == "none" else countermoves(seen)
+        return super().answer(seen) or (self.adapt if self.adapt in moves else next(iter(moves), ""))
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Search all targets side by side."""

@@ -38,12 +38,12 @@ PUBLIC = 500
 
 PRIVACY = (
     "kind", "defence", "attack", "adaptive", "seed", "target", "mse", "psnr", "ssim", "lpips", "label_accuracy",
-    "guessed", "converged", "attacker_loss", "knows", "epsilon", "delta", "certificate", "tripwire", "seconds",
-    "why", "failed", "cell",
+    "guessed", "converged", "attacker_loss", "knows", "countermove", "epsilon", "delta", "certificate", "tripwire",
+    "seconds", "why", "failed", "cell",
 )  # fmt: skip
 
 
-LATER = frozenset({"guessed", "tripwire"})
+LATER = frozenset({"countermove", "guessed", "tripwire"})
 """Of these, what rows of earlier versions did not have; it is None there."""
 
 
@@ -62,7 +62,8 @@ def attack_cell(
     rows, pictures = _scored(cell, seen, result, private, budget, share, root)
     bounds, alarms = _certified(cell, seen, private, defence), _alarms(seen, private)
     more = [{"certificate": bound, "tripwire": found} for bound, found in zip(bounds, alarms, strict=True)]
-    return [row | own for row, own in zip(rows, more, strict=True)], pictures
+    answer = {"countermove": attack.answer(seen) or None}
+    return [row | own | answer for row, own in zip(rows, more, strict=True)], pictures
 
 
 def refuse_known(attacks: Iterable[Attack], private: list[Batch], dataset: Dataset) -> None:
@@ -221,6 +222,7 @@ def _scored(
             "converged": bool(result.converged[number]),
             "attacker_loss": loss if np.isfinite(loss) else None,
             "knows": seen.threat.names,
+            "countermove": None,
             "epsilon": finite(budget.epsilon if budget else None),
             "delta": budget.delta if budget else None,
             "certificate": None,

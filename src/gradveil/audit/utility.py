@@ -45,7 +45,7 @@ def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path
                     seconds.append(float(str(last["seconds"])))
                     row = last if run is simulation else row
             tell(number / training.rounds)
-        budget = _worst_budget(simulation)
+        budget, why = _worst_budget(simulation), _protected(simulation)
     ratios = [one / other for one, other in zip(ours, plain, strict=False)]
     ratios = ratios[1:]  # the first round warms caches
     found = {
@@ -58,10 +58,18 @@ def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path
         "epsilon": finite(budget.epsilon if budget else None),
         "delta": budget.delta if budget else None,
         "seconds": round(time.perf_counter() - started, 3),
-        "why": "",
+        "why": why,
         "failed": False,
     }
     return [{key: (facts_of(cell) | found)[key] for key in UTILITY}]
+
+
+def _protected(simulation: Simulation) -> str:
+    """What the price is of, where a defence protects marked images alone."""
+    if not simulation.defence.marked_only:
+        return ""
+    share = float(simulation.data.sensitive.mean())
+    return f"{share:.0%} of the images are marked, and only these have all of its protection (--sensitive)"
 
 
 def _worst_budget(simulation: Simulation) -> Budget | None:

@@ -136,15 +136,15 @@ class FolderSettings:
             in_range("size", self.size, 1)
 
 
-def data_root(given: Path | None = None) -> Path:
+def data_root(given: str | Path | None = None) -> Path:
     """Where data live: ``given``, else the environment variable GRADVEIL_DATA, else the user's cache folder."""
     if given is not None:
-        return given.expanduser()
+        return Path(given).expanduser()
     variable = os.environ.get("GRADVEIL_DATA")
     return Path(variable).expanduser() if variable else platformdirs.user_cache_path("gradveil")
 
 
-def load_dataset(spec: str, root: Path | None = None) -> Dataset:
+def load_dataset(spec: str, root: str | Path | None = None) -> Dataset:
     """Load a data set.
 
     Args:

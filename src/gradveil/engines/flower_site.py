@@ -6,8 +6,9 @@ A site says in its node config who it is and what it agrees to:
   stay, mode 0600; never in Flower's ``Context.state``, never in a message.
 - ``data``: its own images, an .npz file or a folder; without it, its part of the run's data set as a simulation would
   deal it. ``sensitive``: which of them are marked. ``data-root``: where named sets are looked for.
-- ``defence``: the only one that it trains under; another one in the run is refused. ``tripwire``, ``device``: its own
-  choice in place of the run's.
+- ``defence``: the only one that it trains under; another one in the run is refused. ``model``: likewise the only
+  network, by the same text, so that no layers come in that were not agreed on. ``tripwire``, ``device``: its own choice
+  in place of the run's.
 - ``repeatable=true``: noise, batches and keys come from the run's seed, to the same bits as in a simulation; but then
   the server can draw them too. Without it every message is answered with fresh randomness of the system's, since noise
   that is drawn again for another model can be taken off.
@@ -107,10 +108,9 @@ def _open_site(context: Context, data: Callable[[Context], Dataset] | None) -> _
     defence, agreed = build_defence(settings.defence), node.get("defence")
     left_out = bool(settings.defended) and number not in settings.defended
     if agreed is not None and (left_out or build_defence(str(agreed)).spec != defence.spec):
-        raise ConfigError(
-            f"The run's defence must be the one that this site agreed to, {agreed!r}, got "
-            f"{'none' if left_out else defence.spec!r}. Change the run, or ask the site."
-        )
+        raise _not_agreed("defence", agreed, "none" if left_out else defence.spec)
+    if node.get("model", settings.model) != settings.model:
+        raise _not_agreed("model", node["model"], settings.model)
     check_choices(settings, defence)
     folder = Path(private) / settings_hash(settings)
     own = _site_data(context, settings, defence, number, data)
@@ -120,6 +120,13 @@ def _open_site(context: Context, data: Callable[[Context], Dataset] | None) -> _
     tripwire, device = str(node.get("tripwire", settings.tripwire)), str(node.get("device", settings.device))
     seed = None if node.get("repeatable") is True else secrets.randbits(63)
     return _Site(number, replace(settings, tripwire=tripwire, device=device), defence, own, folder, seed)
+
+
+def _not_agreed(what: str, agreed: object, asked: str) -> ConfigError:
+    return ConfigError(
+        f"The run's {what} must be the one that this site agreed to, {agreed!r}, got {asked!r}. "
+        "Change the run, or ask the site."
+    )
 
 
 def _site_data(

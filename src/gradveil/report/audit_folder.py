@@ -186,6 +186,7 @@ def clean(raw: object) -> Row | None:
         "roc": _roc(raw.get("roc")),
         "converged": converged if isinstance(converged, bool) else None,
         "knows": _texts(raw.get("knows")) or [],
+        "countermove": str(raw.get("countermove") or ""),
         "tripwire": _texts(raw.get("tripwire")),
         "why": str(raw.get("why") or ""),
         "failed": raw.get("failed") is True,

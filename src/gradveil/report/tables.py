@@ -153,6 +153,7 @@ ROWS = (
     ("delta", "δ", "g"),
     ("tripwire", "Tripwire", "text"),
     ("seconds", "Seconds", "2"),
+    ("countermove", "Countermove", "text"),
     ("knows", "Attacker knew", "text"),
     ("why", "Note", "text"),
 )
@@ -179,7 +180,7 @@ def rows_columns(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """All rows, column by column; texts are numbered, for they repeat."""
     columns = []
     more = MEMBERSHIP_ROWS if any(row["kind"] == "membership" for row in rows) else ()
-    for key, head, kind in (*ROWS[:-2], *more, *ROWS[-2:]):
+    for key, head, kind in (*ROWS[:-3], *more, *ROWS[-3:]):
         column: dict[str, Any] = {"key": key, "head": head, "kind": kind}
         cells = [_raw(key, row) for row in rows]
         if kind == "text":
