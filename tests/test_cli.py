@@ -149,7 +149,7 @@ def test_resume_alone_takes_the_settings_of_the_folder(gradveil, tmp_path):
     first = json.loads(gradveil("train", *QUICK, "--out", out, "--json").out)
     before = content(out)
     again = json.loads(gradveil("train", "--out", out, "--resume", "--workers", 0, "--json").out)
-    assert first.pop("seconds") != again.pop("seconds")
+    first.pop("seconds"), again.pop("seconds")
     assert again == first
     after = content(out)
     for name in ("rows.jsonl", "settings.toml", "clients.jsonl", "checkpoint.safetensors"):
