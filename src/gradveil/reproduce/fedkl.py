@@ -296,8 +296,8 @@ def times(lab: Lab) -> Result:
         notes.append(f"{task.model}, {len(data.train):,} images in {CLIENTS} parts, {rounds} rounds.")
     notes.append(
         "Medians of the rounds' ratios without the first; who begins changes. lenet5 has no normalisation: the lock "
-        "brings BatchNorm with it, and `FedAvg, BatchNorm` has that too, without a lock; `FedKL, no normalisation` is the "
-        "paper's Eq. 30 as it stands. The paper has no figures; its claim is that the cost is minimal."
+        "brings BatchNorm with it, and `FedAvg, BatchNorm` has that too, without a lock; `FedKL, no normalisation` is "
+        "the paper's Eq. 30 as it stands. The paper has no figures; its claim is that the cost is minimal."
     )
     return Result(rows, notes)
 
