@@ -2,13 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from gradveil.attacks.encodings import Encodings
 from gradveil.defences import Defence
 from gradveil.errors import MissingDataError
-from gradveil.reproduce import papers
+from gradveil.reproduce import hidden_images, papers
 from gradveil.reproduce.base import Lab, run_experiment
 from gradveil.reproduce.hidden_images import Scene, _paired, accuracy_under, loda_spec
 from gradveil.types import Batch
@@ -58,6 +61,24 @@ def test_guesses_go_with_their_own_image_unless_they_were_mixed():
     assert len(torch.unique(twice, dim=0)) == 2  # assigned: no guess serves two images
     assert twice.flatten(1).sum(0).tolist() == [3, 1, 0, 0]
     assert torch.equal(_paired(truth, torch.cat([turned, turned + 0.1]), mixed=True), truth)
+
+
+@pytest.mark.parametrize("spec", ["none", "mixup:k=2,pool=data", "prune:fraction=0.5"])
+def test_the_weight_of_total_variation_is_the_one_that_serves_public_images_best(tmp_path, monkeypatch, spec):
+    rng = torch.Generator().manual_seed(0)
+    batch = Batch(torch.rand(12, 3, 32, 32, generator=rng), torch.arange(12) % 10, torch.zeros(12) > 0)
+    private = replace(batch, images=torch.full_like(batch.images, torch.nan))  # nothing may be read off these
+    scene = Scene("noise", private[:6], private, batch, batch)
+
+    class Rehearsed(NamedTuple):
+        tv: float
+
+        def run(self, seen, rng):
+            found = Encodings().run(seen, rng)
+            return replace(found, images=found.images + 0.1 * abs(math.log10(self.tv) + 3) + 0.01)
+
+    monkeypatch.setattr(hidden_images, "_inversion", lambda lab, defence, tv, adaptive: Rehearsed(tv))
+    assert hidden_images.searched_tv(Lab(tmp_path, "smoke"), scene, spec) == 1e-3
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Decoder
+from gradveil.attacks.encodings import Encodings
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.stationarity import Stationarity
 from gradveil.attacks.unmix import Unmix
@@ -34,6 +35,10 @@ ATTACKED = "lenet-dlg"
 NOWHERE = Path("no data root")
 EXTRACTOR = "cifar10_resnet20.safetensors"
 MEAN, STD = "0.4914/0.4822/0.4465", "0.2023/0.1994/0.201"
+TV = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""The weights of total variation that the paper searches."""
+REHEARSED = 8
+"""Mixtures of public images that they are tried on; of others as many images as are attacked."""
 PUBLIC = 500
 """Test images, the last, that stand for public data; accuracy is taken on the first."""
 
@@ -109,13 +114,38 @@ def loda_spec(lab: Lab, layers: str, c: float) -> str:
 # --- what is attacked -------------------------------------------------------------------------------------------------
 
 
+def searched_tv(lab: Lab, scene: Scene, spec: str) -> float:
+    """The weight of total variation, out of the paper's grid, that serves best on public images.
+
+    The attacker hides these itself by the defence that it knows of, inverts their gradients, and compares what it finds
+    with what the network saw.
+    """
+    defence, sizes = build_defence(spec), sizes_of(lab)
+
+    def work() -> float:
+        own = scene.public[slice(sizes.targets)]
+        seen = _gradients(lab, scene, own, defence, min(sizes.rounds, REHEARSED), "encodings")
+        truth = Encodings().run(seen, stream(lab.seed, "loda", "tv")).images
+        misses = []
+        for tv in TV:
+            found = _inversion(lab, defence, tv, adaptive=True).run(seen, stream(lab.seed, "loda", "tv")).images
+            misses.append(float((found - truth).square().flatten(1).mean(1).log().mean()))
+        return TV[int(np.nanargmin(misses))]
+
+    return lab.once(("tv", scene.name, spec), work)
+
+
+def _inversion(lab: Lab, defence: Defence, tv: float, *, adaptive: bool) -> Gs:
+    adapt = "" if adaptive and not defence.hides_images else "none"  # what is hidden is decoded later
+    return Gs(iterations=sizes_of(lab).iterations, tv=tv, sign="none", schedule="cosine", lr=0.1, adapt=adapt)
+
+
 def _guessed(
     lab: Lab, scene: Scene, defence: Defence, tv: float, *, adaptive: bool
 ) -> tuple[Reconstruction, Observation]:
     """What gradient inversion finds of single encodings of the private images, and what was seen."""
-    sizes, seen = sizes_of(lab), _gradients(lab, scene, defence)
-    adapt = "" if adaptive and not defence.hides_images else "none"  # what is hidden is decoded later
-    attack = Gs(iterations=sizes.iterations, tv=tv, sign="none", schedule="cosine", lr=0.1, adapt=adapt)
+    seen = _gradients(lab, scene, scene.private, defence, sizes_of(lab).rounds)
+    attack = _inversion(lab, defence, tv, adaptive=adaptive)
 
     def work() -> Tensors:
         found = attack.run(seen, stream(lab.seed, "loda", "gs"))
@@ -125,20 +155,19 @@ def _guessed(
     return Reconstruction(found["images"], found["labels"], found["loss"], found["converged"]), seen
 
 
-def _gradients(lab: Lab, scene: Scene, defence: Defence) -> Observation:
-    """What the server has of the private images: a gradient of each encoding."""
-    sizes, mixes = sizes_of(lab), isinstance(defence, Mixup)
-    network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed).eval()
-    count = len(scene.private)
-    clients = [scene.private] if mixes else [scene.private[slice(i, i + 1)] for i in range(count)]
+def _gradients(lab: Lab, scene: Scene, hidden: Batch, defence: Defence, rounds: int, *knows: str) -> Observation:
+    """What the server has of images that are hidden: a gradient of each, of mixtures one in each of so many rounds."""
+    mixes = isinstance(defence, Mixup)
+    network = create_model(ATTACKED, _shape(hidden), 10, lab.seed).eval()
+    clients = [hidden] if mixes else [hidden[slice(i, i + 1)] for i in range(len(hidden))]
     return observe(
         network,
         clients,
-        threat=ThreatModel.of("labels", "num-examples", "defence", "public-data"),
+        threat=ThreatModel.of("labels", "num-examples", "defence", "public-data", *knows),
         num_classes=10,
         defence=defence,
         how=LocalSettings(algorithm="fedsgd", batch_size=1, batch_norm="freeze"),
-        rounds=sizes.rounds if mixes else 1,
+        rounds=rounds if mixes else 1,
         public_data=scene.public,
         aux=scene.public,
         seed=lab.seed,
@@ -156,11 +185,10 @@ def decoder_of(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder
     return Untransform() if isinstance(defence, Ats) else None
 
 
-def figures_under(
-    lab: Lab, scene: Scene, spec: str, tv: float, *, adaptive: bool
-) -> tuple[list[dict[str, Any]], Tensor]:
+def figures_under(lab: Lab, scene: Scene, spec: str, *, adaptive: bool) -> tuple[list[dict[str, Any]], Tensor]:
     """The figures of each private image, and the guess for it."""
     defence, truth = build_defence(spec), scene.private.images
+    tv = searched_tv(lab, scene, spec if adaptive else "none")
 
     def work() -> Tensors:
         found, seen = _guessed(lab, scene, defence, tv, adaptive=adaptive)
