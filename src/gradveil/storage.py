@@ -167,6 +167,13 @@ class PrivateFolder:
         return sorted(version for version in found if version < before)
 
 
+def forget_states(clients: Path) -> None:
+    """Remove the states of all clients of a training that begins anew; what was made of their images stays."""
+    for pattern in ("*/private/state-*.safetensors", "*/has-private-state"):
+        for path in clients.glob(pattern):
+            path.unlink()
+
+
 def _load_private(path: Path) -> dict[str, Tensor]:
     """Load a private file; one that others than its owner can open is refused, for it may be known already."""
     mode = stat.S_IMODE(path.stat().st_mode)

@@ -97,7 +97,10 @@ def test_public_images_in_the_mixtures_are_noise_to_it():
 def test_what_keeps_it_from_decoding_is_said():
     _, _, few = look("mixup:k=2", rounds=1)
     rng = torch.Generator()
-    assert "needs several rounds" in Unmix()(few, rng).why[0]
+    assert "unmix needs several rounds" in Unmix()(few, rng).why[0]
+    assert Unmix().answer(few) == Encodings().answer(few) == ""
+    _, _, other = look("ats", rounds=4)
+    assert "unmix needs mixup or instahide" in Unmix()(other, rng).why[0]
     _, _, seen = look("mixup:k=2", rounds=2, grants=("encodings", "num-examples"))
     assert "unmix needs public-data" in Encodings()(seen, rng).why[0]
     with pytest.raises(ThreatModelError, match="public-data"):

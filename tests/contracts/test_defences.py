@@ -18,7 +18,7 @@ from gradveil.types import Batch, Update
 
 DEFENCES = list(components("defences"))
 TESTS = Path(__file__).parents[1] / "defences"
-NO_HOOKS = ("adaptive", "budget", "certificate", "check", "check_images", "overrides")
+NO_HOOKS = ("adaptive", "budget", "certificate", "check", "check_images", "overrides", "require_pixels")
 
 
 def make_model():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gradveil.defences import HOOKS, Arrived, Chain, Client, Defence, Server, build_defence
-from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.errors import ConfigError, DefenceError, UnknownNameError
 from gradveil.types import Batch, Update
 
 
@@ -136,9 +136,43 @@ def test_what_takes_the_gradient_anew_must_not_follow_what_changed_it():
 
 def test_the_attackers_answers_are_played_one_after_the_other():
     seen = {"w": torch.tensor([[3.0, 0.0, 4.0]])}
-    (move,) = build_defence("prune:fraction=0.3+clip:norm=1.0").adaptive(Arrived(seen, [1.0])).values()
+    move = build_defence("prune:fraction=0.3+clip:norm=1.0").adaptive(Arrived(seen, [1.0]))["all"]
     sent = move.sent({"w": torch.tensor([[3.0, 9.0, 4.0]])}, seen)["w"]
     torch.testing.assert_close(sent, torch.tensor([[0.6, 0.0, 0.8]]))
+
+
+def test_each_members_other_answers_can_be_chosen():
+    arrived = Arrived({"w": torch.tensor([[3.0, 0.0, 4.0]])}, [1.0])
+    moves = build_defence("loda:start=noise+prune:fraction=0.3").adaptive(arrived)
+    assert list(moves) == ["all", "stationarity", "features", "again"]
+    assert [move.decode for move in moves.values()] == [
+        ("stationarity:way=learned,search=24",), ("stationarity",), ("stationarity:way=features",),
+        ("stationarity:way=learned,search=24",),
+    ]  # fmt: skip
+    guess = {"w": torch.tensor([[3.0, 9.0, 4.0]])}
+    assert [move.sent(guess, arrived.gradients)["w"].tolist() for move in moves.values()] == [[[3.0, 0.0, 4.0]]] * 3 + [
+        [[0.0, 9.0, 4.0]]
+    ]
+
+
+@pytest.mark.parametrize("spec", ["mixup:k=2+loda:start=noise", "loda:start=noise+mixup:k=2"])
+def test_batches_are_decoded_before_what_was_made_of_all_images(spec):
+    first = next(iter(build_defence(spec).adaptive(Arrived({}, [1.0])).values()))
+    assert first.decode == ("unmix", "stationarity:way=learned,search=24")
+
+
+def test_what_one_member_hid_does_not_come_back_in_through_another():
+    rng = torch.Generator().manual_seed(0)
+    data = Batch(torch.rand(6, 3, 8, 8, generator=rng), torch.arange(6) % 3, torch.zeros(6) > 0)
+    batch = data[slice(3)]
+    public = {"0.x": torch.zeros(())}
+    client = Client(0, 1, nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), {}, data, public, {}, rng)
+    black = Affine(factor=0.0, shift=0.0)  # hides all
+    for pool in ("batch", "data"):
+        chain = Chain((black, build_defence(f"mixup:k=3,pool={pool}")))
+        assert chain.on_batch(batch, client).images.eq(0).all()
+    with pytest.raises(DefenceError, match="larger batches"):
+        Chain((black, build_defence("mixup:k=4"))).on_batch(batch, client)
 
 
 def test_noises_add_up_and_are_of_no_known_strength_after_scaling():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from gradveil.attacks import build_attack
 from gradveil.defences import Arrived, Client, build_defence
 from gradveil.defences.loda import Loda
 from gradveil.engines.simulation import Simulation
@@ -102,7 +103,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert torch.equal(resumed.images, whole.images)
 
 
-@pytest.mark.parametrize("change", ["settings", "images", "weights"])
+@pytest.mark.parametrize("change", ["settings", "images", "weights", "normalisation", "activation"])
 def test_what_was_kept_is_not_taken_for_something_else(tmp_path, change):
     folder = PrivateFolder(tmp_path / "private")
     Loda(steps=2).on_data(make_client().data, make_client(folder=folder))
@@ -111,8 +112,12 @@ def test_what_was_kept_is_not_taken_for_something_else(tmp_path, change):
         defence = Loda(steps=2, c=1.0)
     elif change == "images":
         client = replace(client, data=pictures(5, seed=4, shape=SHAPE))
-    else:
+    elif change == "weights":
         client.model.conv1.weight.data *= 2
+    else:
+        spec = "resnet20:width=4" + ",activation=sigmoid" * (change == "activation")
+        normalisation = Normalisation((0.5,) * 3, (0.2,) * 3) if change == "normalisation" else None
+        client = replace(client, model=create_model(spec, SHAPE, 5, 0, normalisation).eval())
     kept = list(folder.path.glob("loda-*"))
     out = defence.on_data(client.data, client)
     fresh = defence.on_data(client.data, replace(client, folder=None, rng=torch.Generator().manual_seed(0)))
@@ -140,6 +145,7 @@ def test_weights_and_normalisation_of_an_extractor_of_its_own(tmp_path):
     [
         ("extractor=resnet20", "needs weights"), ("weights=x", "with an extractor"), ("mean=0.5", "mean and std"),
         ("c=-1", "c must"), ("steps=0", "steps"), ("lr=0", "lr"), ("layers=first-x", "layers"), ("together=0", "tog"),
+        ("layers=last-0", "layers"),
         ("extractor=resnet20,weights=nowhere.safetensors", "exists"), ("start=grey", "start"), ("std=0,mean=0", "std"),
     ],
 )  # fmt: skip
@@ -152,6 +158,9 @@ def test_layers_that_do_not_exist():
     client = make_client()
     with pytest.raises(UnknownNameError, match="layer of the feature extractor 'conv7'"):
         Loda(layers="conv7", steps=1).on_data(client.data, client)
+    with pytest.raises(UnknownNameError, match="'conv7'"):
+        Loda(layers="conv7").check(client.model, SHAPE)
+    Loda().check(client.model, SHAPE)
 
 
 def test_public_images_must_be_there_and_fit():
@@ -174,7 +183,10 @@ def test_pixels_out_of_range_are_refused():
 
 def test_the_countermoves_name_decoders():
     moves = Loda().adaptive(Arrived({}, [1.0]))
-    assert all(move.decode for move in moves.values())
+    stages = {name: [build_attack(spec) for spec in move.decode] for name, move in moves.items()}
+    assert {name: [stage.way for stage in each] for name, each in stages.items()} == {
+        "learned": ["learned"], "stationarity": ["stationarity"], "features": ["features"],
+    }  # fmt: skip
 
 
 def test_a_training_obscures_each_client_once_from_public_images_of_any_classes(tmp_path, tiny, monkeypatch):

@@ -98,3 +98,11 @@ def test_the_countermove_searches_soft_labels_and_unmixes():
     (move,) = Mixup().adaptive(Arrived({}, [1.0])).values()
     assert move.soft_labels
     assert move.decode == ("unmix",)
+
+
+@pytest.mark.parametrize("spec", ["mixup:k=2", "instahide:k=2", "ats"])
+def test_pixels_out_of_range_are_refused(spec):
+    data = pictures(4)
+    far = Batch(data.images * 255, data.labels, data.sensitive)
+    with pytest.raises(DefenceError, match=rf"'{spec.partition(':')[0]}' needs pixels in \[0, 1\], got"):
+        build_defence(spec).on_batch(far, client_with(far))

@@ -21,6 +21,8 @@ from gradveil.models import create_model
 from gradveil.registry import components
 from gradveil.types import Batch
 
+SHAPE = (1, 28, 28)
+
 
 def make_batch(count, seed=0, dtype=torch.float64):
     rng = torch.Generator().manual_seed(seed)
@@ -368,12 +370,12 @@ def test_the_certificate_is_theorem_1_for_what_is_pruned():
 @pytest.mark.parametrize(("settings", "text"), [({"layers": ("fc9",)}, "got 'fc9'"), ({"count": 9999}, "count=9999")])
 def test_networks_that_it_can_not_protect_are_refused_before_training(settings, text):
     with pytest.raises(ConfigError, match=text):
-        Soteria(**settings).check(create_model("mlp:hidden=8", (1, 28, 28), 10, seed=0))
+        Soteria(**settings).check(create_model("mlp:hidden=8", SHAPE, 10, seed=0), SHAPE)
     with pytest.raises(ConfigError, match=r"no nn\.Linear"):
-        Soteria().check(nn.Sequential(nn.Conv2d(1, 10, 28), nn.Flatten()))
-    Soteria().check(create_model("mlp:hidden=8", (1, 28, 28), 10, seed=0))
+        Soteria().check(nn.Sequential(nn.Conv2d(1, 10, 28), nn.Flatten()), SHAPE)
+    Soteria().check(create_model("mlp:hidden=8", SHAPE, 10, seed=0), SHAPE)
 
 
 def test_a_chain_checks_its_members():
     with pytest.raises(ConfigError, match="count=9999"):
-        build_defence("prune+soteria:count=9999").check(create_model("mlp:hidden=8", (1, 28, 28), 10, seed=0))
+        build_defence("prune+soteria:count=9999").check(create_model("mlp:hidden=8", SHAPE, 10, seed=0), SHAPE)

@@ -197,7 +197,11 @@ class Decoder(Attack):
     def lacks(self, seen: Observation) -> list[str]:
         """What `decode` itself needs and is not granted; what ``inner`` needs is another stage's."""
         others = {knowledge.value for knowledge in self._first.needs - type(self).needs}
-        return [name for name in self._missing(seen) if name not in others]
+        return [name for name in self._missing(seen) if name not in others] or self.unfit(seen)
+
+    @abstractmethod
+    def unfit(self, seen: Observation) -> list[str]:
+        """What else it needs to have anything to decode: a defence of its kind, several rounds, ..."""
 
     @property
     def _first(self) -> Attack:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import Decoder
 from gradveil.attacks.parts.priors import total_variation
-from gradveil.defences import member
+from gradveil.defences import member, required
 from gradveil.defences.loda import Loda
 from gradveil.models.features import Features
 from gradveil.progress import tell
@@ -82,11 +82,13 @@ class Stationarity(Decoder):
         if self.search or self.start == "public":
             object.__setattr__(self, "needs", self.needs | {Knowledge.PUBLIC_DATA})
 
+    def unfit(self, seen: Observation) -> list[str]:
+        """A defence that obscures images."""
+        return ["loda"] if member(seen.defence, Loda) is None else []
+
     def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Each guess by itself."""
-        defence = member(seen.defence, Loda)
-        if defence is None:
-            return found
+        defence = required(seen.defence, Loda)
         features = defence.features(seen.network, seen.shape)
         obscured = found.images.flatten(0, 1)
         usable = obscured.flatten(1).isfinite().all(1)
@@ -96,10 +98,15 @@ class Stationarity(Decoder):
         chosen = self._searched(defence, features, seen, rng) if self.search else self
         begun = self._begin(obscured, seen, rng)
         how = _How(features, mean=defence.mean_squares)
+        _, before = chosen._descend(how, obscured.nan_to_num(0.5), begun, (0,))
         (images,), loss = chosen._descend(how, obscured.nan_to_num(0.5), begun, (chosen.steps,))
         images = torch.where(usable.view(-1, 1, 1, 1), images, torch.nan)
+        fell = (loss < CONVERGED * before).view(len(found.images), -1).all(1)
         return replace(
-            found, images=images.view_as(found.images), loss=loss.view(len(found.images), -1).mean(1).to(found.loss)
+            found,
+            images=images.view_as(found.images),
+            loss=loss.view(len(found.images), -1).mean(1).to(found.loss),
+            converged=found.converged & fell.to(found.converged.device),
         )
 
     def _descend(
@@ -132,7 +139,7 @@ class Stationarity(Decoder):
                     x.grad = torch.autograd.grad(loss.sum(), x)[0]
                     optimiser.step()
                     x.data.clamp_(0, 1)
-                tell(step / max(stops))
+                tell(step / max(1, *stops))
         return shown, least
 
     def _loss(self, how: "_How", goal: "_Goal", x: Tensor) -> Tensor:
@@ -208,6 +215,8 @@ def learned_filter(obscured: Tensor, truth: Tensor, side: int = 5) -> Callable[[
     return apply
 
 
+CONVERGED = 0.1
+"""A descent counts as converged where so much is left of the loss that it began with, or less."""
 _TOGETHER = 16
 """Images that are searched together; more do not fit a CPU's cache."""
 _EDGE = 1e-3

@@ -1,6 +1,6 @@
 """Unmix: private images out of many mixtures of them, against Mixup and InstaHide."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from gradveil.attacks.parts.unmixing import (
     solved,
     train_similarity,
 )
-from gradveil.defences import member
+from gradveil.defences import member, required
 from gradveil.defences.instahide import Instahide
 from gradveil.defences.mixup import Mixup, coefficients
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -67,15 +67,17 @@ class Unmix(Decoder):
         for name, low in (("train", 0), ("width", 1), ("restarts", 1), ("rounds", 1)):
             in_range(name, getattr(self, name), low)
 
+    def unfit(self, seen: Observation) -> list[str]:
+        """A defence that mixes images, and many mixtures of several."""
+        if member(seen.defence, Mixup) is None:
+            return ["mixup or instahide"]
+        enough = seen.num_images >= 2 and seen.rounds * seen.num_examples >= 2 * seen.num_images
+        return [] if enough else ["several rounds of encodings"]
+
     def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """The images of each client out of all its rounds."""
-        defence = member(seen.defence, Mixup)
-        images = seen.num_images
+        defence, images = required(seen.defence, Mixup), seen.num_images
         encodings = 2 * found.images.detach().cpu().reshape(-1, seen.rounds * seen.num_examples, *seen.shape) - 1
-        if defence is None or encodings.shape[1] < 2 * images or images < 2:
-            note = "" if defence is None else "not decoded: unmix needs several rounds of encodings"
-            before = found.why or ("",) * len(found.images)
-            return replace(found, why=tuple("; ".join(filter(None, [why, note])) for why in before))
         flipped = isinstance(defence, Instahide) and 0 < defence.flip < 1
         public = 2 * seen.public_data.images.cpu().float() - 1
         encoder = _encoder(defence, public, flipped=flipped)
@@ -167,9 +169,12 @@ def _encoder(defence: Mixup, public: Tensor, *, flipped: bool) -> Encoder:
 def _labels(solutions: list[Solution], seen: Observation) -> Tensor:
     """(T, N) the classes whose mixtures the soft labels are, where those are known; else -1."""
     none = torch.full((len(solutions), seen.num_images), -1)
-    if not seen.knows(Knowledge.LABELS) or seen.labels.dim() != 3:
+    told = seen.labels if seen.knows(Knowledge.LABELS) else None
+    if told is None and seen.knows(Knowledge.ENCODINGS):
+        told = seen.encodings.labels
+    if told is None or not told.is_floating_point():
         return none
-    soft = seen.labels.cpu().view(len(solutions), -1, seen.num_classes)
+    soft = told.cpu().view(len(solutions), -1, seen.num_classes)
     for row, (solution, labels) in enumerate(zip(solutions, soft, strict=True)):
         there = solution.coefficients.isfinite().all(1)
         if bool(there.any()):

@@ -9,7 +9,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from gradveil.attacks.base import Decoder
-from gradveil.defences import member
+from gradveil.defences import member, required
 from gradveil.defences.ats import Ats, transformed
 from gradveil.defences.mixup import Mixup
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -52,11 +52,13 @@ class Untransform(Decoder):
         super().__post_init__()
         in_range("prior", self.prior, 0)
 
+    def unfit(self, seen: Observation) -> list[str]:
+        """A defence that transforms images."""
+        return ["ats"] if member(seen.defence, Ats) is None else []
+
     def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """As many guesses as were found; those of one image in several rounds become one picture."""
-        defence = member(seen.defence, Ats)
-        if defence is None:
-            return found
+        defence = required(seen.defence, Ats)
         guesses = found.images.flatten(0, 1)
         usable = guesses.flatten(1).isfinite().all(1).view(-1, 1, 1, 1)
         images, known, error = self._undo(guesses.nan_to_num(0.5), defence, seen)

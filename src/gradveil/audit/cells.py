@@ -18,7 +18,7 @@ from gradveil.data import Dataset, load_dataset
 from gradveil.data.auxiliary import joined, refuse_overlap
 from gradveil.data.federated import federate
 from gradveil.defences import build_defence
-from gradveil.engines.devices import defended, make_network
+from gradveil.engines.devices import defended, local_settings, make_network
 from gradveil.engines.simulation import check_output, chosen_normalisation
 from gradveil.engines.training import single_thread
 from gradveil.errors import ConfigError, GradveilError
@@ -35,16 +35,16 @@ def columns_of(rows: Rows) -> list[str]:
 
 
 def run_cell(
-    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None
+    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, clients: Path | None = None
 ) -> tuple[Rows, dict[str, Tensor]]:
     """The cell's rows, and its pictures by name. They depend on the settings alone; it takes one torch thread.
 
-    ``root`` is the data root, where weights of metrics lie.
+    ``root`` is the data root, where weights of metrics lie; ``clients`` is for private files of clients that train.
     """
     try:
         with single_thread():
             if cell.kind == "utility":
-                return price_cell(cell, settings, dataset, root), {}
+                return price_cell(cell, settings, dataset, root, clients), {}
             if cell.kind == "membership":
                 return membership_cell(cell, settings, dataset, root), {}
             return attack_cell(cell, settings, dataset, root)
@@ -61,11 +61,19 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     Attacked clients have test images at hand as public ones; those that are trained have ``--aux`` alone.
     """
     knows = ThreatModel.of(*settings.knows).knows
+    training = settings.training("none", settings.seed)
     for spec in settings.attacks:
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
         lacking = sorted(knowledge.value for knowledge in build_any_attack(spec).needs - granted)
         if lacking:
-            raise ConfigError(f"Attack {spec!r} needs {', '.join(lacking)}, got knows without it. Add it to --knows.")
+            where = "Run with --adaptive" if lacking == [Knowledge.DEFENCE.value] else "Add it to --knows"
+            raise ConfigError(f"Attack {spec!r} needs {', '.join(lacking)}, got knows without it. {where}.")
+        several = settings.update == "local" and local_settings(training).num_steps(settings.images) > 1
+        if several and Knowledge.ENCODINGS in build_any_attack(spec).needs:
+            raise ConfigError(
+                f"Attack {spec!r} is given what the network saw in a single step, got several local ones. "
+                "Leave --update as it is."
+            )
     defences = [build_defence(spec) for spec in settings.defences]
     public = [defence for defence in defences if defence.uses_aux]
     if settings.aux and public:
@@ -73,14 +81,13 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
         both = joined(dataset, aux, labelled=any(defence.aux_labels for defence in public))
         count = len(dataset.train)
         refuse_overlap(both, np.arange(count), np.arange(count, len(both)))
-    training = settings.training("none", settings.seed)
     normalisation = chosen_normalisation(settings.normalise, dataset)
     network = make_network(training, dataset.shape, dataset.num_classes, normalisation)
     check_output(network, dataset.shape, dataset.num_classes, torch.device("cpu"))
     for defence in defences:
         defence.early_clients(settings.clients)
         defence.check_images(settings.images, aux=bool(settings.aux) or not settings.rounds)
-        defence.check(defended(copy.deepcopy(network), defence, settings.seed, "server"))
+        defence.check(defended(copy.deepcopy(network), defence, settings.seed, "server"), dataset.shape)
     if settings.rounds:
         dealt = federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)
         for defence in defences:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -52,11 +53,19 @@ def work_through(
     for number, cell in enumerate(cells):
         with listening(partial(_show, progress, number, cell.title)):
             tell(0.0)
-            finished(cell, _save(cell, *run_cell(cell, settings, dataset, data_root), out))
+            finished(cell, _worked(cell, settings, dataset, data_root, out))
 
 
 def _show(progress: Progress, number: int, title: str, share: float) -> None:
     progress(number + share, title)
+
+
+def _worked(cell: Cell, settings: AuditSettings, dataset: Dataset, data_root: Path | None, out: Path) -> Rows:
+    """Work out a cell and save it; what its clients kept is for another try alone."""
+    clients = out / "clients" / cell.name
+    rows = _save(cell, *run_cell(cell, settings, dataset, data_root, clients), out)
+    shutil.rmtree(clients, ignore_errors=True)
+    return rows
 
 
 def _save(cell: Cell, rows: Rows, pictures: dict[str, Tensor], out: Path) -> Rows:
@@ -183,5 +192,5 @@ def _serve(connection: Connection, task: _Task) -> None:
         except EOFError:
             return
         with listening(tell_now_and_then), contextlib.redirect_stdout(sys.stderr):
-            rows, pictures = run_cell(cell, task.settings, dataset, task.data_root)
-        connection.send(_save(cell, rows, pictures, task.out))
+            rows = _worked(cell, task.settings, dataset, task.data_root, task.out)
+        connection.send(rows)

@@ -157,13 +157,16 @@ def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, def
         split = joined(dataset, load_dataset(settings.aux, root), labelled=defence.aux_labels)
         chosen = np.arange(len(dataset.train), len(split))[:PUBLIC]
     else:
-        private = set(image_keys(dataset.train.images).tolist())
-        free = [place for place, key in enumerate(image_keys(dataset.test.images).tolist()) if key not in private]
-        if not free:
+        split, chosen = dataset.test, _nobodys(dataset)[-PUBLIC:]
+        if not len(chosen):
             raise ConfigError("Public images must be none of the private ones, got a test set of such. Give --aux.")
-        split, chosen = dataset.test, np.array(free[-PUBLIC:])
     images, labels = _images(split.images[chosen]), torch.from_numpy(split.labels[chosen])
     return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool))
+
+
+def _nobodys(dataset: Dataset) -> np.ndarray:
+    """Places of the test images that are not among the training images."""
+    return np.flatnonzero(~np.isin(image_keys(dataset.test.images), image_keys(dataset.train.images)))
 
 
 def _guards(settings: AuditSettings, defence: Defence, aux: Batch | None) -> list[Batch]:
@@ -188,7 +191,8 @@ def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:
 
 def _public(dataset: Dataset, device: torch.device) -> Batch:
     """Test images, which are nobody's private ones."""
-    images, labels = _images(dataset.test.images[:PUBLIC]), torch.from_numpy(dataset.test.labels[:PUBLIC])
+    free = _nobodys(dataset)[:PUBLIC]
+    images, labels = _images(dataset.test.images[free]), torch.from_numpy(dataset.test.labels[free])
     return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool)).to(device)
 
 

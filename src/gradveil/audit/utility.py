@@ -14,6 +14,7 @@ from gradveil.defences import Budget
 from gradveil.engines.devices import local_settings
 from gradveil.engines.simulation import Simulation
 from gradveil.progress import tell
+from gradveil.storage import forget_states
 
 TIMED_ROUNDS = 9
 """Rounds in which `none` trains too, in turns with the defence, for the ratio of their times."""
@@ -24,8 +25,13 @@ UTILITY = (
 )  # fmt: skip
 
 
-def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> Rows:
-    """Train under the defence; in the first rounds `none` trains too, in turns, so that a noisy machine hits both."""
+def price_cell(
+    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, clients: Path | None = None
+) -> Rows:
+    """Train under the defence; in the first rounds `none` trains too, in turns, so that a noisy machine hits both.
+
+    ``clients`` is where clients keep their private files; what an earlier try made of their images is used again.
+    """
     training = settings.training(cell.defence, cell.seed)
     training = dataclasses.replace(training, eval_every=training.rounds)
     started = time.perf_counter()
@@ -33,7 +39,10 @@ def price_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path
     plain: list[float] = []
     row: dict[str, Any] = {}
     with ExitStack() as stack:
-        simulation = stack.enter_context(Simulation(training, workers=0, dataset=dataset, data_root=root))
+        if clients is not None:
+            forget_states(clients)
+        defended = Simulation(training, workers=0, dataset=dataset, data_root=root, clients_folder=clients)
+        simulation = stack.enter_context(defended)
         runs = [(simulation, ours)]
         if cell.defence != "none":
             undefended = Simulation(dataclasses.replace(training, defence="none", aux=""), workers=0, dataset=dataset)

@@ -1,7 +1,7 @@
 """Defences, one file each; base.py has the hooks."""
 
 from gradveil.defences.base import HOOKS, Arrived, Budget, Client, Countermove, Defence, Perturbation, Releases, Server
-from gradveil.defences.chain import Chain, build_defence, member
+from gradveil.defences.chain import Chain, build_defence, member, required
 
 __all__ = [
     "HOOKS",
@@ -16,4 +16,5 @@ __all__ = [
     "Server",
     "build_defence",
     "member",
+    "required",
 ]

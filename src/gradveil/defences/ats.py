@@ -58,6 +58,7 @@ class Ats(Defence):
     def on_batch(self, batch: Batch, client: Client) -> Batch:
         """Each image under one of the policies, drawn anew in every batch."""
         images, rng, policies = batch.images, client.rng, self.policies
+        self.require_pixels(images)
         if self.crop:
             images = _cropped(images, self.crop, rng)
         if self.mirror:

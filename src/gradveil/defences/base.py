@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradveil.errors import ConfigError
+from gradveil.errors import ConfigError, DefenceError
 from gradveil.registry import Component
 from gradveil.storage import PrivateFolder
 from gradveil.types import Batch, Tensors, Update
@@ -249,8 +249,11 @@ class Defence(Component):
         """What the server broadcasts beside the model, given the early clients' updates (after ``on_server``)."""
         return {}
 
-    def check(self, network: nn.Module) -> None:
-        """Raise `ConfigError` before any work where this network (after ``on_model``) can't be protected. No hook."""
+    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
+        """Raise `ConfigError` before any work where this network (after ``on_model``) can't be protected. No hook.
+
+        ``shape`` is (C, H, W) of the images.
+        """
 
     def check_images(self, fewest: int, *, aux: bool) -> None:
         """Raise `ConfigError` where clients with so few images can't be protected, or not without public ones."""
@@ -261,6 +264,14 @@ class Defence(Component):
             )
         if self.needs_aux and not aux:
             raise ConfigError(f"Defence {self.spec!r} needs public images, got none. Give --aux.")
+
+    def require_pixels(self, images: Tensor) -> None:
+        """Raise `DefenceError` where pixels are not in [0, 1]."""
+        low, high = (float(images.min()), float(images.max())) if images.numel() else (0.0, 0.0)
+        if not (low >= 0 and high <= 1):
+            raise DefenceError(
+                f"Defence {self.name!r} needs pixels in [0, 1], got {low:.3g} to {high:.3g}. Scale the images."
+            )
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """How an attacker who knows this defence matches, by name; the first is the one to fear most. No hook."""

@@ -38,6 +38,14 @@ def member(defence: Defence, kind: type[D]) -> D | None:
     return next((each for each in members if isinstance(each, kind)), None)
 
 
+def required(defence: Defence, kind: type[D]) -> D:
+    """As `member`, where there must be one."""
+    found = member(defence, kind)
+    if found is None:
+        raise ConfigError(f"The defence must be {kind.name}, or a chain with it, got {defence.spec!r}.")
+    return found
+
+
 @dataclass(frozen=True)
 class Chain(Defence):
     r"""Apply several defences one after the other, written ``first:key=value+second``.
@@ -96,10 +104,15 @@ class Chain(Defence):
         return data
 
     def on_batch(self, batch: Batch, client: Client) -> Batch:
-        """Each member's turn on a batch."""
+        """Each member's turn on a batch.
+
+        What one made of the batch is all that those behind it see of the client's images: one that mixes them must not
+        bring in any that the first would have hidden.
+        """
+        left = batch
         for defence, own in self._members(client):
-            batch = defence.on_batch(batch, own)
-        return batch
+            left = defence.on_batch(left, own if left is batch else replace(own, data=left))
+        return left
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
         """Each member's turn on the gradient of one step."""
@@ -119,10 +132,10 @@ class Chain(Defence):
             update = defence.on_server(update, own)
         return update
 
-    def check(self, network: nn.Module) -> None:
+    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
         """Each member's look at the network."""
         for defence in self.defences:
-            defence.check(network)
+            defence.check(network, shape)
 
     def early_clients(self, num_clients: int) -> tuple[int, ...]:
         """All members' early clients, each once."""
@@ -137,15 +150,24 @@ class Chain(Defence):
         }
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Every member's first answer, one after the other."""
-        own = (
-            defence.adaptive(replace(arrived, public=_under(f"{position}.", arrived.public)))
-            for position, defence in enumerate(self.defences)
-        )
-        moves = [next(iter(each.values())) for each in own if each]
-        if not moves:
+        """Every member's first answer, one after the other (``all``); then with one member's other answers in turn.
+
+        What was done to all images at once came before what is done to batches, whatever the order of the members.
+        """
+        members = sorted(enumerate(self.defences), key=lambda each: not each[1].overrides("on_data"))
+        answers = [
+            list(defence.adaptive(replace(arrived, public=_under(f"{position}.", arrived.public))).items())
+            for position, defence in members
+        ]
+        answers = [each for each in answers if each]
+        if not answers:
             return {}
-        return {"all": functools.reduce(_both, moves)}
+        first = [move for ((_, move), *_) in answers]
+        found = {"all": functools.reduce(_both, first)}
+        for position, each in enumerate(answers):
+            for name, move in each[1:]:
+                found.setdefault(name, functools.reduce(_both, [*first[:position], move, *first[position + 1 :]]))
+        return found
 
     @property
     def counts_early(self) -> bool:

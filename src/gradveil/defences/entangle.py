@@ -102,7 +102,7 @@ class Entangle(Defence):
             )
         return self.guards
 
-    def check(self, network: nn.Module) -> None:
+    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
         """There must be fully connected layers that are sent, and those that are named."""
         try:
             self._linears(_weighted_layers(network, dict(network.named_parameters())))

@@ -77,6 +77,7 @@ class Instahide(Mixup):
                 f"Defence 'instahide' with pool=public needs {count} public images of shape "
                 f"{tuple(batch.images.shape[1:])} or more, got {there}. Give --aux, or lower k."
             )
+        self.require_pixels(public.images)
         chosen = torch.rand(len(batch), len(public), generator=client.rng).argsort(1)[:, :count]
         theirs = public.images[chosen.to(public.images.device)].to(mixture.images)
         labels = mixture.labels.new_zeros(len(batch), count, mixture.labels.shape[2])

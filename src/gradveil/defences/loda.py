@@ -94,7 +94,8 @@ class Loda(Defence):
             raise ConfigError(f"mean and std must have as many numbers, got {len(self.mean)} and {len(self.std)}.")
         for number in self.std:
             in_range("std", number, 0, open_low=True)
-        if not self.layers or (re.fullmatch(r"(first|last)-.*", self.layers) and not self.layers[-1].isdigit()):
+        counted = self.layers.startswith(("first-", "last-"))
+        if not self.layers or (counted and not re.search(r"-[1-9]\d*$", self.layers)):
             raise ConfigError(f"layers must be first-N, last-N, all or names joined by '/', got {self.layers!r}.")
         in_range("classes", self.classes, 0)
         in_range("c", self.c, 0)
@@ -104,10 +105,14 @@ class Loda(Defence):
         one_of("start", self.start, ["public", "noise"])
         object.__setattr__(self, "needs_aux", self.start == "public")
 
+    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
+        """The extractor must be there, take such images, and have the layers."""
+        self.features(network, shape)
+
     def on_data(self, data: Batch, client: Client) -> Batch:
         """All images obscured, batch by batch; what was kept of an earlier try is taken as it is."""
         images = data.images
-        _check_range(images)
+        self.require_pixels(images)
         channels, height, width = images.shape[1:]
         features = self.features(client.model, (channels, height, width))
         begun = self._starts(images, client)
@@ -184,21 +189,16 @@ class Loda(Defence):
                 f"Defence 'loda' starts from public images of shape {tuple(images.shape[1:])}, got {there}. "
                 "Give others with --aux, or start=noise."
             )
-        _check_range(public.images)
+        self.require_pixels(public.images)
         chosen = torch.randint(len(public), (len(images),), generator=client.rng)
         return public.images[chosen.to(public.images.device)].to(images)
 
     def _key(self, features: Features, images: Tensor, begun: Tensor) -> str:
-        """A hash of all that decides the result."""
+        """A hash of all that decides the result; what the extractor makes of an image tells how it works."""
         settings = replace(self, weights="", extractor="model").spec
-        tensors = [images, begun, *features.network.state_dict().values()]
+        with torch.no_grad():
+            tensors = [images, begun, *features(images[:1]), *features.network.state_dict().values()]
         return _digest([settings.encode(), "/".join(features.names).encode(), *(map(_bytes, tensors))])
-
-
-def _check_range(images: Tensor) -> None:
-    low, high = (float(images.min()), float(images.max())) if images.numel() else (0.0, 0.0)
-    if not (low >= 0 and high <= 1):
-        raise DefenceError(f"Defence 'loda' needs pixels in [0, 1], got {low:.3g} to {high:.3g}. Scale the images.")
 
 
 def _outputs(model: nn.Module, shape: tuple[int, int, int]) -> int:

@@ -99,6 +99,7 @@ class Mixup(Defence):
     def mixture(self, batch: Batch, client: Client) -> Mixture:
         """Coefficients and partners of each image of a batch."""
         images, rng = batch.images, client.rng
+        self.require_pixels(images)
         weights = coefficients(len(batch), self.k, self.own, self.cap, rng).to(images)
         others = self._private_partners(batch, client)
         owners = [batch.images[:, None], others.images]
@@ -114,7 +115,8 @@ class Mixup(Defence):
         if len(pool) <= wanted:
             raise DefenceError(
                 f"Defence {self.name!r} mixes {self.num_private} of a client's images, got a client with {len(pool)}. "
-                "Lower k, or give clients more images (in an audit with --images)."
+                "Lower k, or give clients more images (in an audit with --images), or larger batches behind another "
+                "defence of batches."
             )
         order = torch.rand(len(batch), len(pool), generator=client.rng).argsort(1)[:, : wanted + 1]
         order = order.to(pool.images.device)

@@ -101,7 +101,7 @@ class Soteria(Defence):
             rebuilt[f"{name}.weight"] = (look.downstream.T @ kept).to(gradient[f"{name}.weight"])
         return {**gradient, **rebuilt}
 
-    def check(self, network: nn.Module) -> None:
+    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
         """The layers must be there, with as many features as are zeroed."""
         try:
             names = self.layers or _last_linear(network)

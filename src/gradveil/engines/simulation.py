@@ -134,7 +134,7 @@ def refuse_unmarked(defence: Defence, num_sensitive: int) -> None:
     if defence.marked_only and not num_sensitive:
         raise ConfigError(
             f"Defence {defence.spec!r} protects images that are marked sensitive, got none. "
-            "Mark a share of each client's with --sensitive 0.1, or all with --sensitive 1."
+            "Mark a share of each client's with --sensitive 0.1, or all with --sensitive 1.0."
         )
 
 
@@ -149,7 +149,7 @@ def server_network(
     device = usable_device(settings.device)
     module = defended(build_network(), defence, settings.seed, "server").to(device)
     check_output(module, shape, num_classes, device)
-    defence.check(module)
+    defence.check(module, shape)
     return FlatModel(module, is_private(module, defence, settings))
 
 
