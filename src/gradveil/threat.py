@@ -1,6 +1,7 @@
 """What a server knows, what it saw, and what it makes of it: the values on both sides of the door in `observe`."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
 
@@ -211,6 +212,22 @@ class Observation:
         """Whether a fact was granted."""
         return knowledge in self.threat.knows
 
+    def only(self, targets: Sequence[int]) -> "Observation":
+        """The same of some targets, each by itself."""
+        rows = torch.tensor(targets, device=next(iter(self.updates.values())).device)
+        parts = {
+            knowledge: _part(fact, rows, self.num_targets) if knowledge in _BY_TARGET else fact
+            for knowledge, fact in self._facts.items()
+        }
+        return replace(
+            self,
+            updates={name: tensor[rows] for name, tensor in self.updates.items()},
+            buffers={name: tensor[rows] for name, tensor in self.buffers.items()},
+            rounds=1,
+            _facts=parts,
+            _changes=[self._changes[row] for row in targets] if self._changes else [],
+        )
+
     def _fact(self, knowledge: Knowledge, kind: type[V]) -> V:
         if knowledge not in self.threat.knows:
             granted = ", ".join(self.threat.names) or "nothing"
@@ -222,6 +239,26 @@ class Observation:
         if not isinstance(value, kind):
             raise ThreatModelError(f"{knowledge.value} is granted, but there is none here to know.")
         return value
+
+
+_BY_TARGET = {
+    Knowledge.LABELS, Knowledge.ENCODINGS, Knowledge.BATCH_STATISTICS, Knowledge.PRIVATE_STATE, Knowledge.KEY,
+    Knowledge.LOCK,
+}  # fmt: skip
+"""Facts of each target, beside those of all."""
+
+
+def _part(fact: object, rows: Tensor, targets: int) -> object:
+    """What a fact says of some targets."""
+    if isinstance(fact, Tensor):
+        return fact[rows.to(fact.device)]
+    if isinstance(fact, list):
+        return [fact[row] for row in rows.tolist()]
+    if isinstance(fact, Batch):
+        return fact[torch.arange(len(fact)).view(targets, -1)[rows.cpu()].flatten().to(fact.images.device)]
+    if isinstance(fact, dict):
+        return {name: tuple(tensor[rows] for tensor in pair) for name, pair in fact.items()}
+    return fact
 
 
 @dataclass(frozen=True)
@@ -236,6 +273,7 @@ class Reconstruction:
         why: (T) what to say of a target where something was odd, else "".
         iterates: (K, T, B, C, H, W) pictures on the way, for the report; may be empty.
         steps: (K) after how many steps of the search each of them was taken.
+        answers: (T) what was done about a known defence, by the names of countermoves and decoders, else "".
     """
 
     images: Tensor
@@ -245,3 +283,4 @@ class Reconstruction:
     why: tuple[str, ...] = ()
     iterates: Tensor = field(default_factory=lambda: torch.empty(0))
     steps: tuple[int, ...] = ()
+    answers: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 import torch
 
+from gradveil.attacks.parts.adaptive import countermove, turned
 from gradveil.models import create_model
 from gradveil.observe import observe
 from gradveil.threat import ThreatModel
@@ -33,6 +34,11 @@ def scene(
 def psnr(truth, guess):
     mse = (truth - guess).square().flatten(1).mean(1)
     return -10 * mse.log10()
+
+
+def adapted(search, seen, choice=""):
+    """The search of an attacker who plays a countermove to the defence."""
+    return turned(search, seen, countermove(seen, choice))
 
 
 def run(attack, seen, seed=0):

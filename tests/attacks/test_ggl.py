@@ -4,12 +4,11 @@ import torch
 from gradveil.attacks.ggl import Ggl, estimated
 from gradveil.attacks.grnn import Grnn
 from gradveil.attacks.matching import Matching
-from gradveil.attacks.parts.adaptive import adapted
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.registry import build, split_specs
 from gradveil.types import Batch
-from tests.attacks.scene import psnr, run, scene
+from tests.attacks.scene import adapted, psnr, run, scene
 
 OWN = """
 import torch

@@ -356,6 +356,14 @@ def test_rows_name_what_the_attacker_did_about_the_defence(small, tmp_path, defe
     assert set(found.values()) == {None}
 
 
+def test_secrets_are_granted_to_attackers_who_know_the_defence_alone(small, tmp_path):
+    how = {"defences": "fedkl", "model": "lenet-dlg", "knows": "labels,num-examples,key", "rounds": 0}
+    with pytest.raises(ConfigError, match=r"must not name key without --adaptive.*Add --adaptive"):
+        audit(small(**how), tmp_path / "plain", workers=0)
+    rows = audit(small(**how, adaptive=True), tmp_path / "run", workers=0).rows
+    assert {(row["adaptive"], "key" in row["knows"]) for row in rows} == {(False, False), (True, True)}
+
+
 def test_images_without_a_guess_are_not_recognised():
     row = {"kind": "privacy", "defence": "none", "attack": "imprint", "seed": 0, "psnr": 60.0, "ssim": 0.9}
     counts = [summarise([row | {"guessed": share}])[0]["recognisable"] for share in (1.0, 0.6, 0.5, None)]

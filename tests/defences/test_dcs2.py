@@ -11,6 +11,10 @@ from scipy.optimize import minimize
 from torch import nn
 
 from gradveil.attacks import build_attack
+from gradveil.attacks.parts.adaptive import answers, turned
+from gradveil.attacks.parts.local_training import replay_of
+from gradveil.attacks.parts.objectives import Objective
+from gradveil.attacks.parts.search import Search, Step, Task
 from gradveil.defences import Arrived, Client, Countermove, Defence, build_defence
 from gradveil.defences.dcs2 import Dcs2, projected
 from gradveil.errors import ConfigError, DefenceError
@@ -138,6 +142,14 @@ class TestConcealing:
         assert torch.allclose(alone.labels.sum(1), torch.ones(2, dtype=torch.float64))
         with pytest.raises(DefenceError, match=r"needs public images, got none\. Give --aux"):
             begins("aux", aux=None)
+
+    def test_public_images_of_other_classes_have_labels_at_random(self):
+        batch = make_batch(8)
+        strangers = replace(make_batch(8, seed=3), labels=torch.arange(8) + 1)
+        client = make_client(batch, aux=strangers)
+        labels = Dcs2(steps=1, start="aux").conceal(client.model, batch, client).labels
+        assert labels.shape == (8, 3)
+        assert torch.equal(labels.sum(1), torch.ones(8).to(labels))
 
     def test_normalised_pixels_count(self):
         network = create_model("lenet-dlg", (1, 8, 8), 4, 0, Normalisation((0.5,), (0.25,))).eval()
@@ -273,6 +285,58 @@ class TestSeparatingAttack:
         found = {adapt: run(replace(attack, adapt=adapt), seen).images[:, 0] for adapt in ("separate", "none")}
         assert psnr(truth[:, 0], found["separate"]).median() > 50
         assert psnr(truth[:, 0], found["none"]).median() < 20
+
+    def test_images_without_a_concealed_sample_are_known_as_such(self):
+        truth, _, seen = scene(
+            targets=6, defence=build_defence("dcs2:steps=30,ratio=3"), marked=True,
+            grants=("num-examples", "labels", "defence"),
+        )  # fmt: skip
+        knowing, plain = (run(build_attack(f"dlg:iterations=15{adapt}"), seen) for adapt in ("", ",adapt=none"))
+        found = [psnr(truth[:, 0], result.images[:, 0]) for result in (knowing, plain)]
+        spared = found[1] > 40
+        assert 0 < int(spared.sum()) < 6  # some are concealed, some are not
+        assert knowing.answers == ("separate",) * 6
+        assert found[0].median() > 50
+        assert found[0][spared].min() > 40
+
+    def test_what_is_played_against_a_target_does_not_depend_on_the_others(self):
+        truth, _, seen = scene(
+            targets=3, defence=build_defence("dcs2:steps=30"), marked=True, grants=("num-examples", "labels", "defence")
+        )
+        noise = {
+            name: torch.randn(t[1].shape, generator=torch.Generator().manual_seed(0))
+            for name, t in seen.updates.items()
+        }
+        mixed = {name: torch.stack([tensor[0], noise[name], tensor[2]]) for name, tensor in seen.updates.items()}
+        seen = replace(seen, updates=mixed)
+        result = run(build_attack("dlg:iterations=15,keep=3"), seen)
+        assert result.answers == ("separate", "joint", "separate")
+        assert [answers(seen.only([target]))[0].name for target in range(3)] == list(result.answers)
+        assert psnr(truth[:, 0], result.images[:, 0])[2] > 40  # dlg may fail on a target, as on the first
+        assert torch.allclose(result.iterates[-1], result.images)
+        assert torch.equal(result.labels, seen.labels)
+
+    def test_batches_have_fewer_decoys_than_images_where_some_have_none(self):
+        how = {"targets": 1, "size": 4, "marked": True, "grants": ("num-examples", "labels", "defence")}
+        sizes = []
+        for ratio in (1, 2, 4):
+            _, _, seen = scene(**how, defence=Dcs2(steps=1, ratio=ratio))
+            (play,) = answers(seen)
+            step = Step(
+                turned(Search(Objective("l2")), seen, play.move), 1, seen, replay_of(seen, "unroll", torch.Generator())
+            )
+            task = Task(seen.mean_gradients, {}, seen.labels, {})
+            sizes.append(step.begin("normal", task, torch.Generator()).shape[1])
+        assert sizes == [4 * 64 + decoys * (64 + 4) for decoys in (4, 2, 1)]
+
+    def test_in_a_chain_a_divisor_comes_before_what_follows(self):
+        gradients = {"w": torch.tensor([[3.0, 6.0]])}
+        move = build_defence("dcs2:divisor=3+clip:norm=1").adaptive(Arrived(gradients, [1.0]))["all"]
+        assert not move.separate
+        assert move.look is None
+        assert torch.allclose(move.sent(gradients, gradients)["w"], torch.tensor([[1.0, 2.0]]) / 5**0.5)
+        noisy = build_defence("dcs2:divisor=3+gaussian:std=0.01").adaptive(Arrived(gradients, [1.0]))["all"]
+        assert (noisy.noise, noisy.look) == ({"w": 0.01}, None)
 
 
 class Hiding(Defence):

@@ -112,10 +112,6 @@ class Attack(AnyAttack):
         options = [[build(Decoder, spec) for spec in move.decode] for move in moves]
         return [stages for stages in options if stages]
 
-    def answer(self, seen: Observation) -> str:
-        """What it does about a known defence, by the name of a countermove or by decoders; "" where it does nothing."""
-        return ", then ".join(decoder.spec for decoder in self.decoders(seen) if not decoder.lacks(seen))
-
     @final
     def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Refuse an unfit threat model, rebuild what the network saw, and undo what a known defence made of images.
@@ -136,7 +132,10 @@ class Attack(AnyAttack):
             if lacking:
                 result = _noted(result, f"not decoded: {decoder.name} needs {', '.join(lacking)}")
             else:
+                before = result.answers or ("",)
                 result = decoder.decode(result, seen, rng)
+                played = ", then ".join(filter(None, [before[0], decoder.spec]))
+                result = replace(result, answers=(played,) * len(result.images))
         for decoder in next(iter(self._stages(seen)), []):
             if decoder.lacks(seen) and decoder not in decoders:
                 result = _noted(result, f"not tried: {decoder.spec} needs {', '.join(decoder.lacks(seen))}")
@@ -238,8 +237,16 @@ def _least(result: Reconstruction, rounds: int) -> Reconstruction:
     best = loss.argmin(1) + torch.arange(len(loss), device=loss.device) * rounds
     why = tuple(result.why[row] for row in best.tolist()) if result.why else ()
     iterates = result.iterates[:, best] if result.iterates.numel() else result.iterates
+    answers = tuple(result.answers[row] for row in best.tolist()) if result.answers else ()
     return Reconstruction(
-        result.images[best], result.labels[best], result.loss[best], result.converged[best], why, iterates, result.steps
+        result.images[best],
+        result.labels[best],
+        result.loss[best],
+        result.converged[best],
+        why,
+        iterates,
+        result.steps,
+        answers,
     )
 
 

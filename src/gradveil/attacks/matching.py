@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.adaptive import adapted, countermoves
+from gradveil.attacks.parts.adaptive import Answer, answers, turned
 from gradveil.attacks.parts.evolution import Evolution
 from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
@@ -70,20 +70,38 @@ class Matching(Attack):
     def labels_of(self, seen: Observation) -> Tensor | None:
         """The labels (T, B) to go by; None to search soft ones with the images."""
 
-    def answer(self, seen: Observation) -> str:
-        """The countermove that the search plays; one that only decodes is named by its decoders."""
-        moves = {} if self.adapt == "none" else countermoves(seen)
-        return super().answer(seen) or (self.adapt if self.adapt in moves else next(iter(moves), ""))
-
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """Search all targets side by side."""
-        return _match(self, seen, rng)
+        """Search all targets side by side that are answered alike."""
+        plays = answers(seen, self.adapt)
+        if len(plays) == 1:
+            return _match(self, seen, plays[0], rng)
+        found = []
+        for number, play in enumerate(plays):
+            with part(number, len(plays)):
+                found.append(_match(self, seen.only(play.targets), play, rng))
+        return _merged(found, [target for play in plays for target in play.targets])
 
 
-def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconstruction:
+def _merged(found: Sequence[Reconstruction], targets: Sequence[int]) -> Reconstruction:
+    """Results of some targets each, in the order of all."""
+    places = torch.tensor(targets).argsort().to(found[0].loss.device)
+    whys, names = ([text for each in found for text in getattr(each, key)] for key in ("why", "answers"))
+    return Reconstruction(
+        images=torch.cat([each.images for each in found])[places],
+        labels=torch.cat([each.labels for each in found])[places],
+        loss=torch.cat([each.loss for each in found])[places],
+        converged=torch.cat([each.converged for each in found])[places],
+        why=tuple(whys[place] for place in places.tolist()),
+        iterates=torch.cat([each.iterates for each in found], 1)[:, places],
+        steps=found[0].steps,
+        answers=tuple(names[place] for place in places.tolist()),
+    )
+
+
+def _match(attack: Matching, seen: Observation, play: Answer, rng: torch.Generator) -> Reconstruction:
     """All targets, in chunks; the restarts of a target stay in one chunk."""
     targets, restarts = seen.num_targets, attack.restarts
-    search = restricted(adapted(attack.search(seen), seen, attack.adapt), attack.parts, seen.network, seen.updates)
+    search = restricted(turned(attack.search(seen), seen, play.move), attack.parts, seen.network, seen.updates)
     searched = search.move.soft_labels and not seen.knows(Knowledge.LABELS)
     labels = None if searched else attack.labels_of(seen)
     replay = replace(replay_of(seen, attack.local, rng), penalties=search.move.penalties)
@@ -118,6 +136,7 @@ def _match(attack: Matching, seen: Observation, rng: torch.Generator) -> Reconst
         converged=(loss <= torch.cat([each.enough for each in found]))[best],
         iterates=torch.cat([each.iterates for each in found], 1)[:, best],
         why=tuple(notes[row] for row in best.tolist()),
+        answers=("" if play.move is None or play.move.decode else play.name,) * targets,
         steps=_frames(attack, len(steps)),
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradveil.attacks import build_any_attack
 from gradveil.audit.membership import MEMBERSHIP, membership_cell
 from gradveil.audit.plan import Cell, Rows, facts_of
-from gradveil.audit.privacy import PRIVACY, attack_cell
+from gradveil.audit.privacy import PRIVACY, SECRETS, attack_cell
 from gradveil.audit.settings import AuditSettings
 from gradveil.audit.utility import UTILITY, price_cell
 from gradveil.data import Dataset, load_dataset
@@ -61,6 +61,12 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     Attacked clients have test images at hand as public ones; those that are trained have ``--aux`` alone.
     """
     knows = ThreatModel.of(*settings.knows).knows
+    secrets = [secret.value for secret in SECRETS if secret in knows and not settings.adaptive]
+    if secrets:
+        raise ConfigError(
+            f"knows must not name {', '.join(secrets)} without --adaptive, got {'/'.join(settings.knows)}: only an "
+            "attacker who knows the defence can use its secrets. Add --adaptive."
+        )
     training = settings.training("none", settings.seed)
     for spec in settings.attacks:
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows

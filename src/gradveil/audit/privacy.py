@@ -43,6 +43,9 @@ PRIVACY = (
 )  # fmt: skip
 
 
+SECRETS = (Knowledge.KEY, Knowledge.LOCK, Knowledge.PRIVATE_STATE)
+"""What is of use only to an attacker who knows the defence that it is the secret of."""
+
 LATER = frozenset({"countermove", "guessed", "tripwire"})
 """Of these, what rows of earlier versions did not have; it is None there."""
 
@@ -62,8 +65,7 @@ def attack_cell(
     rows, pictures = _scored(cell, seen, result, private, budget, share, root)
     bounds, alarms = _certified(cell, seen, private, defence), _alarms(seen, private)
     more = [{"certificate": bound, "tripwire": found} for bound, found in zip(bounds, alarms, strict=True)]
-    answer = {"countermove": attack.answer(seen) or None}
-    return [row | own | answer for row, own in zip(rows, more, strict=True)], pictures
+    return [row | own for row, own in zip(rows, more, strict=True)], pictures
 
 
 def refuse_known(attacks: Iterable[Attack], private: list[Batch], dataset: Dataset) -> None:
@@ -128,7 +130,8 @@ def observed(
     normalisation = chosen_normalisation(settings.normalise, dataset)
     network: nn.Module = make_network(training, dataset.shape, dataset.num_classes, normalisation).to(device)
     altering = attack if attack is not None and Knowledge.ALTERS_MODEL in attack.needs else None
-    knows = [name for name in settings.knows if altering or name != Knowledge.ALTERS_MODEL]
+    useless = {*([] if altering else [Knowledge.ALTERS_MODEL]), *([] if cell.adaptive else SECRETS)}
+    knows = [name for name in settings.knows if name not in useless]
     public = _public(dataset, device)
     scene = Scene(dataset.shape, dataset.num_classes, public if Knowledge.PUBLIC_DATA in knows else None)
     return observe(
@@ -226,7 +229,7 @@ def _scored(
             "converged": bool(result.converged[number]),
             "attacker_loss": loss if np.isfinite(loss) else None,
             "knows": seen.threat.names,
-            "countermove": None,
+            "countermove": (result.answers[number] or None) if result.answers else None,
             "epsilon": finite(budget.epsilon if budget else None),
             "delta": budget.delta if budget else None,
             "certificate": None,

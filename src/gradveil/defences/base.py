@@ -92,8 +92,9 @@ class Countermove:
         weights: factor of a tensor's part in the distance, by its name; 0 leaves it out, absent is 1.
         passes_noise: whether ``sent`` leaves noise that was added before it as strong as it was, where entries survive.
         look: what of the gradient seen is compared; None compares it as it is.
-        decoys: images that the defence hides behind each private one; the attacker searches them too, with unknown soft
-            labels and no prior, and adds their mean gradient to the guess's before ``sent``.
+        decoys: images that the defence hides behind each private one, fewer than 1 where some have none; the attacker
+            searches them too, with unknown soft labels and no prior, and adds their gradients to the guess's before
+            ``sent``.
         own_label: share of the private image's own label in those of its decoys.
         unknowns: modules whose output is the client's secret and the same for all its images, by name; the attacker
             searches those outputs with the images. Each function draws first guesses (rows, numbers) for so many rows.
@@ -112,7 +113,7 @@ class Countermove:
     weights: Mapping[str, float] = field(default_factory=dict)
     passes_noise: bool = False
     look: Callable[[Tensors], Tensors] | None = None
-    decoys: int = 0
+    decoys: float = 0
     own_label: float = 0.0
     unknowns: Mapping[str, Callable[[int, torch.Generator], Tensor]] = field(default_factory=dict)
     outputs: Tensors = field(default_factory=dict)

@@ -162,6 +162,10 @@ class Chain(Defence):
         answers = [each for each in answers if each]
         if not answers:
             return {}
+        altered = [_alters(move) for ((_, move), *_) in answers]
+        for position, each in enumerate(answers):
+            if any(altered[:position] + altered[position + 1 :]):  # then decoys can't be told apart
+                answers[position] = [(name, move) for name, move in each if not move.separate] or each
         first = [move for ((_, move), *_) in answers]
         found = {"all": functools.reduce(_both, first)}
         for position, each in enumerate(answers):
@@ -202,6 +206,11 @@ class Chain(Defence):
 def _under(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
     """The entries whose key starts with a prefix, under the rest of the key."""
     return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+
+
+def _alters(move: Countermove) -> bool:
+    """Whether a defence leaves the gradient other than it was."""
+    return move.sent is not None or move.look is not None or bool(move.noise)
 
 
 def _both(first: Countermove, second: Countermove) -> Countermove:
@@ -246,10 +255,7 @@ def _both(first: Countermove, second: Countermove) -> Countermove:
         penalties={**first.penalties, **second.penalties},
         soft_labels=first.soft_labels or second.soft_labels,
         decode=second.decode + first.decode,
-        separate=any(
-            one.separate and other.sent is None and other.look is None and not other.noise
-            for one, other in ((first, second), (second, first))
-        ),
+        separate=any(one.separate and not _alters(other) for one, other in ((first, second), (second, first))),
     )
 
 

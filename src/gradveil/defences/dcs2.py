@@ -75,6 +75,7 @@ class Dcs2(Defence):
     """
 
     uses_aux: ClassVar[bool] = True
+    aux_labels: ClassVar[bool] = False
     marked_only: ClassVar[bool] = True
 
     start: str = "other"
@@ -122,11 +123,12 @@ class Dcs2(Defence):
 
         Eq. 10 adds the gradient of one more image, whose label is a mixture of two, for cross-entropy is linear in
         labels. Where it can't be taken out (batches, unknown labels), ``separate`` is ``joint``, with a soft label that
-        is searched too.
+        is searched too. Where ``ratio`` leaves images without a concealed sample, a gradient of rank one at the last
+        layer tells so; in batches nobody can say whose concealed samples are.
         """
         scaled = None if self.divisor == 1 else partial(_times, factor=1 / self.divisor)
         whole = None if self.divisor == 1 else lambda seen: _times(seen, seen, factor=self.divisor)
-        joint = Countermove(scaled, decoys=1, own_label=1 - self.lambda_g)
+        joint = Countermove(scaled, decoys=1 / self.ratio, own_label=1 - self.lambda_g)
         return {"separate": replace(joint, sent=None, look=whole, separate=True), "joint": joint}
 
     def conceal(self, network: nn.Module, sensitive: Batch, client: Client) -> Batch:
@@ -207,6 +209,11 @@ class Dcs2(Defence):
         else:
             drawn = pool[torch.randint(len(pool), (len(images),), generator=rng).to(pool.images.device)]
             begun, labels = drawn.images.to(images), drawn.labels
+            strange = labels >= num_classes  # public images may be of other classes
+            if bool(strange.any()):
+                labels = torch.where(
+                    strange, torch.randint(num_classes, labels.shape, generator=rng).to(labels), labels
+                )
         mixed = 0.7 * begun + 0.3 * images if self.start == "mixup" else begun
         return Batch(mixed, _probabilities(labels, num_classes).to(images), sensitive.sensitive)
 

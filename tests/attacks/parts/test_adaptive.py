@@ -6,14 +6,14 @@ import torch
 
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
-from gradveil.attacks.parts.adaptive import ROUGHNESS, adapted, countermoves
+from gradveil.attacks.parts.adaptive import ROUGHNESS, countermoves
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.search import Priors, Search, Step
 from gradveil.client import LocalSettings
 from gradveil.defences import Countermove, Defence, build_defence
 from gradveil.errors import UnknownNameError
 from gradveil.models import Normalisation
-from tests.attacks.scene import psnr, run, scene
+from tests.attacks.scene import adapted, psnr, run, scene
 
 KNOWS = ("num-examples", "labels", "defence")
 GS = Gs(iterations=250, sign="none", schedule="cosine", lr=0.1, tv=1e-6)

@@ -11,8 +11,9 @@ from gradveil.attacks.parts.separation import (
     by_channel,
     by_weight,
     projected,
-    separated,
     split_last,
+    stacked,
+    told_apart,
     unreached,
 )
 from gradveil.defences import Defence
@@ -63,7 +64,7 @@ def test_the_last_layer_falls_into_private_image_and_decoy():
 
 def test_what_is_left_is_the_private_images_own_gradient():
     truth, labels, seen = hidden()
-    found = separated(seen, seen.mean_gradients, SHARE)
+    found = stacked(seen.mean_gradients, told_apart(seen, seen.mean_gradients, SHARE))
     own = projected(example_gradients(seen.network, truth, labels), found)
     names = [name for name in found if not name.startswith((KEEP, PROJECT))]
     assert set(names) == set(seen.updates)
@@ -76,7 +77,7 @@ def test_what_is_left_is_the_private_images_own_gradient():
 
 def test_a_network_that_is_no_chain_gives_its_last_layer_away():
     truth, labels, seen = hidden(model="convnet:width=4", side=9)
-    found = separated(seen, seen.mean_gradients, SHARE)
+    found = stacked(seen.mean_gradients, told_apart(seen, seen.mean_gradients, SHARE))
     last = [name for name in seen.updates if bool(found[KEEP + name].any())]
     assert last == list(seen.updates)[-2:]
     own = example_gradients(seen.network, truth, labels)
@@ -85,28 +86,28 @@ def test_a_network_that_is_no_chain_gives_its_last_layer_away():
 
 def test_it_is_given_up_where_it_cannot_be():
     _, _, unlabelled = hidden(grants=("num-examples",))
-    assert separated(unlabelled, unlabelled.mean_gradients, SHARE) is None
+    assert not any(told_apart(unlabelled, unlabelled.mean_gradients, SHARE))
     _, _, batches = hidden(size=2)
-    assert separated(batches, batches.mean_gradients, SHARE) is None
+    assert not any(told_apart(batches, batches.mean_gradients, SHARE))
     _, _, seen = hidden()
     without = {name: tensor for name, tensor in seen.mean_gradients.items() if name != "fc.bias"}
-    assert separated(seen, without, SHARE) is None
+    assert not any(told_apart(seen, without, SHARE))
     seen.network.fc = nn.Linear(seen.network.fc.in_features, 5)
-    assert separated(seen, seen.mean_gradients, SHARE) is None
+    assert not any(told_apart(seen, seen.mean_gradients, SHARE))
 
 
-def test_a_target_that_cannot_be_told_apart_keeps_its_gradient():
+def test_a_gradient_of_rank_one_is_the_images_own_where_some_have_no_decoy():
     truth, labels, seen = hidden()
-    gradients = dict(seen.mean_gradients)
-    alone = example_gradients(seen.network, truth, labels)  # of rank one: nothing hides there
-    mixed = {name: torch.cat([alone[name][:1], tensor[1:]]) for name, tensor in gradients.items()}
-    found = separated(seen, mixed, SHARE)
+    alone = example_gradients(seen.network, truth, labels)
+    mixed = {name: torch.cat([alone[name][:1], tensor[1:]]) for name, tensor in seen.mean_gradients.items()}
+    assert [told is None for told in told_apart(seen, mixed, SHARE)] == [True] + [False] * (len(truth) - 1)
+    told = told_apart(seen, mixed, SHARE, spares=True)
+    found = stacked(mixed, told)
     for name, tensor in mixed.items():
-        assert torch.equal(found[name][0], tensor[0])
+        assert torch.allclose(found[name][0], tensor[0])
         assert bool(found[KEEP + name][0].all())
     guess = {name: torch.ones_like(tensor) for name, tensor in mixed.items()}
     assert all(torch.allclose(projected(guess, found)[name][0], guess[name][0]) for name in guess)
-    assert separated(seen, alone, SHARE) is None
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000))

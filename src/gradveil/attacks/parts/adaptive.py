@@ -4,13 +4,15 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from gradveil.attacks.parts.search import Priors, Search
-from gradveil.attacks.parts.separation import KEEP, PROJECT, projected, separated
+from gradveil.attacks.parts.separation import KEEP, PROJECT, Told, projected, stacked, told_apart
 from gradveil.defences.base import Arrived, Countermove
 from gradveil.errors import UnknownNameError
 from gradveil.models.base import normalisation_of
 from gradveil.threat import Knowledge, Observation
+from gradveil.types import Tensors
 
 ROUGHNESS = 0.2
 """Scale of the differences of neighbouring pixels in [0, 1] that an attacker expects.
@@ -48,8 +50,36 @@ def countermove(seen: Observation, choice: str = "") -> Countermove | None:
     return moves[choice] if choice else next(iter(moves.values()))
 
 
-def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
-    r"""The search of an attacker who knows the defence; the same one where there is nothing to know.
+class Answer(NamedTuple):
+    """What is played against some targets: a countermove, or None, with its name."""
+
+    name: str
+    targets: list[int]
+    move: Countermove | None
+
+
+def answers(seen: Observation, choice: str = "") -> list[Answer]:
+    """What an attacker who knows the defence plays: the countermove of that name, "" is the first, ``none`` none.
+
+    Where it begins by telling decoys apart, targets of which that fails are searched with their decoys (``joint``).
+    """
+    everyone = list(range(seen.num_targets))
+    move = countermove(seen, choice)
+    if move is None:
+        return [Answer("", everyone, None)]
+    name = choice or next(iter(countermoves(seen)))
+    if not move.separate:
+        return [Answer(name, everyone, move)]
+    gradients = seen.mean_gradients if move.look is None else move.look(seen.mean_gradients)
+    told = dict(enumerate(told_apart(seen, gradients, move.own_label, spares=move.decoys < 1)))
+    apart = {target: each for target, each in told.items() if each is not None}
+    found = [Answer(name, list(apart), _separating(gradients, apart))] if apart else []
+    rest = [target for target in everyone if target not in apart]
+    return [*found, Answer("joint", rest, replace(move, separate=False))] if rest else found
+
+
+def turned(search: Search, seen: Observation, move: Countermove | None) -> Search:
+    r"""The search by a countermove; the same one where there is none.
 
     Under noise of standard deviation :math:`\sigma_l` the likeliest picture has the least
 
@@ -63,13 +93,10 @@ def adapted(search: Search, seen: Observation, choice: str = "") -> Search:
     Args:
         search: as the attack has it.
         seen: what was seen.
-        choice: the name of a countermove; "" is the first, ``none`` plays none.
+        move: the countermove.
     """
-    move = countermove(seen, choice)
     if move is None:
         return search
-    if move.separate and (separate := _separating(move, seen)) is not None:
-        move = separate
     objective = replace(search.objective, kind=move.distance or search.objective.kind, weights=move.weights)
     if not move.noise:
         own = replace(search, objective=replace(search.objective, weights=move.weights), move=replace(move, sent=None))
@@ -101,12 +128,9 @@ def _smooth(search: Search, seen: Observation) -> Priors:
     return replace(search.priors, tv=max(search.priors.tv, _spread(seen) / ROUGHNESS))
 
 
-def _separating(move: Countermove, seen: Observation) -> Countermove | None:
-    """The move that compares what could be told from the decoys; None where nothing could."""
-    gradients = seen.mean_gradients if move.look is None else move.look(seen.mean_gradients)
-    found = separated(seen, gradients, move.own_label)
-    if found is None:
-        return None
+def _separating(gradients: Tensors, told: Mapping[int, Told]) -> Countermove:
+    """The move that compares what could be told of these targets."""
+    found = stacked({name: tensor[list(told)] for name, tensor in gradients.items()}, list(told.values()))
     sizes = {name: float(tensor.flatten(1).square().sum(1).mean()) for name, tensor in found.items()}
     counts = {name: size > 0 and not name.startswith((KEEP, PROJECT)) for name, size in sizes.items()}
     weights = {name: 1 / size if counts[name] else 0.0 for name, size in sizes.items()}  # all tensors count alike

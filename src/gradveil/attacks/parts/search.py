@@ -1,6 +1,7 @@
 """What a search by gradient matching is made of: how it goes about, what it matches, and its step."""
 
 import logging
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -174,7 +175,7 @@ class Step:
         self.batch_size = replay.batch_size
         self.maker = search.maker
         self.num_pixels = self.batch_size * self.space.size if self.maker is None else self.maker.size
-        self._num_decoys = self.batch_size * search.move.decoys
+        self._num_decoys = math.ceil(self.batch_size * search.move.decoys)
         draws = search.move.unknowns
         self._unknowns = {name: draw(1, torch.Generator()).shape[1] for name, draw in draws.items()}
         self._fast: Callable[..., tuple[Tensor, ...]] | None = None
@@ -224,9 +225,12 @@ class Step:
         images, logits = torch.split(flat[:, end - sum(sizes) : end], sizes, 1)
         pixels = self.space.to_pixels(images.reshape(-1, *self.seen.shape))
         soft = logits.reshape(-1, self.seen.num_classes).softmax(1)
+        each, rest = divmod(self._num_decoys, self.batch_size)
+        if rest:  # nobody can say whose they are
+            return pixels, soft
         share = self.search.move.own_label
         own = F.one_hot(targets, self.seen.num_classes).to(soft) if targets.dim() == 1 else targets
-        return pixels, (1 - share) * soft + share * own.repeat_interleave(self.search.move.decoys, 0)
+        return pixels, (1 - share) * soft + share * own.repeat_interleave(each, 0)
 
     def outputs(self, flat: Tensor, task: Task) -> dict[str, Tensor]:
         """Outputs (rows, numbers) of secret modules: those searched, which stand last, and those known."""
@@ -268,10 +272,11 @@ class Step:
         guess = self.replay(pixels, targets, wanted, outputs)
         decoys = self.decoys(flat, targets)
         if decoys is not None:
-            size = len(decoys[0]) // len(pixels) * self.batch_size
+            size = self._num_decoys
             with replaced_outputs(self.replay.network, outputs, size):
                 theirs = example_gradients(self.replay.network, *decoys, group_size=size, create_graph=True)
-            guess = {name: tensor + self.search.move.decoys * theirs[name] for name, tensor in guess.items()}
+            share = size / self.batch_size
+            guess = {name: tensor + share * theirs[name] for name, tensor in guess.items()}
         return guess if self.search.move.sent is None else self.search.move.sent(guess, wanted)
 
     def closure(self, task: Task) -> Closure:

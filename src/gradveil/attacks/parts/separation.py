@@ -22,7 +22,7 @@ Where decoy and private image have the same label, it may take one for the other
 Reference: this package's own; R-GAP, https://arxiv.org/abs/2010.07733, has the equations of one image.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,20 +73,19 @@ class Told:
     project: dict[str, Tensor] = field(default_factory=dict)
 
 
-def separated(seen: Observation, gradients: Tensors, share: float) -> dict[str, Tensor] | None:
-    """The private images' own gradients (T, ...), with what `projected` needs beside them; None where that can't be.
-
-    A target that could not be told apart keeps its gradient as it is.
+def told_apart(seen: Observation, gradients: Tensors, share: float, *, spares: bool = False) -> list[Told | None]:
+    """What could be told of each target's private image, None where nothing could.
 
     Args:
         seen: what a server saw.
         gradients: mean gradients (T, ...) as they were before any factor on both parts.
         share: of the private image's label in the decoy's, lambda.
+        spares: whether some images have no decoy; a gradient of rank one is then the image's own.
     """
     name = _last_linear(seen)
     fits = seen.single_step and seen.knows(Knowledge.LABELS) and seen.num_examples == 1
     if not fits or name is None or not {f"{name}.weight", f"{name}.bias"} <= gradients.keys():
-        return None
+        return [None] * seen.num_targets
     try:
         layers = chain_of(seen.network, seen.shape)
     except ConfigError:
@@ -94,13 +93,16 @@ def separated(seen: Observation, gradients: Tensors, share: float) -> dict[str, 
     found: list[Told | None] = []
     for target, label in enumerate(seen.labels[:, 0].tolist()):
         mine = {key: tensor[target].detach().double().cpu() for key, tensor in gradients.items()}
+        if spares and not _is_plane(mine[f"{name}.weight"]):
+            found.append(Told(mine))
+            continue
         pair = split_last(mine, name, seen, label, share)
         found.append(None if pair is None else _followed(mine, name, pair, layers))
-    return _stacked(gradients, found) if any(found) else None
+    return found
 
 
 def projected(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-    """What a guess's gradient has of the parts that were told apart; ``seen`` says which, from `separated`."""
+    """What a guess's gradient has of the parts that were told apart; ``seen`` says which, from `stacked`."""
     beside = {name: tensor for name, tensor in seen.items() if name.startswith((KEEP, PROJECT))}
     return {name: _kept(name, tensor, seen) for name, tensor in guess.items()} | beside
 
@@ -140,9 +142,9 @@ def split_last(gradients: Tensors, name: str, seen: Observation, label: int, sha
     seen_weight, seen_bias = gradients[f"{name}.weight"], gradients[f"{name}.bias"]
     layer = seen.network.get_submodule(name)
     weight, bias = (getattr(layer, key).detach().double().cpu() for key in ("weight", "bias"))
-    _, sizes, right = torch.linalg.svd(seen_weight, full_matrices=False)
-    if len(sizes) < 2 or not bool(sizes[1] > THIN * sizes[0]):
+    if not _is_plane(seen_weight):
         return None
+    _, sizes, right = torch.linalg.svd(seen_weight, full_matrices=False)
     plane = right[:2] * sizes[0]  # (2, features); places in it are of order one
     outputs = plane @ weight.T  # (2, classes)
     inside = seen_weight @ right[:2].T / sizes[0]  # (classes, 2)
@@ -171,6 +173,12 @@ def split_last(gradients: Tensors, name: str, seen: Observation, label: int, sha
         usual = _usual_features(seen, name)
         halves.sort(key=lambda half: float((half.inputs - usual).norm()))
     return halves[0], halves[1]
+
+
+def _is_plane(gradient: Tensor) -> bool:
+    """Whether a Linear's gradient is of two images, or more."""
+    sizes = torch.linalg.svdvals(gradient)
+    return len(sizes) >= 2 and bool(sizes[1] > THIN * sizes[0])
 
 
 def _inverse(matrix: Tensor) -> Tensor:
@@ -303,16 +311,16 @@ def _solved(layer: Layer, drive: tuple[Tensor, Tensor], matrix: Tensor, wanted: 
     return found if float(misfit) < EXPLAINED else None
 
 
-def _stacked(gradients: Tensors, found: list[Told | None]) -> dict[str, Tensor]:
-    """All targets' gradients with what is beside them; those of a target that was not told apart as they were."""
+def stacked(gradients: Tensors, found: Sequence[Told]) -> dict[str, Tensor]:
+    """The private images' own gradients (T, ...) by the names in ``gradients``, with what `projected` needs beside."""
     result: dict[str, Tensor] = {}
     for name, tensor in gradients.items():
         rows, keeps, matrices = [], [], []
         for target, told in enumerate(found):
-            mine = tensor[target] if told is None else told.own.get(name)
+            mine = told.own.get(name)
             rows.append(torch.zeros_like(tensor[target]) if mine is None else mine.to(tensor))
             keeps.append(mine is not None)
-            matrices.append(None if told is None else told.project.get(name))
+            matrices.append(told.project.get(name))
         result[name] = torch.stack(rows)
         result[KEEP + name] = torch.tensor(keeps).to(tensor).view(-1, *[1] * (tensor.dim() - 1))
         if any(matrix is not None for matrix in matrices):
