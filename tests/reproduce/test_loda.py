@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from gradveil.attacks.encodings import Encodings
+from gradveil.data import load_dataset
 from gradveil.defences import Defence
-from gradveil.errors import MissingDataError
+from gradveil.models import create_model
+from gradveil.models.weights import load_weights
 from gradveil.reproduce import hidden_images, papers
 from gradveil.reproduce.base import Lab, run_experiment
-from gradveil.reproduce.hidden_images import Scene, _paired, accuracy_under, loda_spec
+from gradveil.reproduce.hidden_images import Scene, _paired, accuracy_under, extractor
 from gradveil.types import Batch
 
 PAPER = papers()["loda"]
@@ -33,9 +35,22 @@ def test_the_papers_tables_and_figures_are_all_there():
     assert list(PAPER.experiments) == ["1", "2", "3", "4", "5", "6", "7", "fig2", "encodings"]
 
 
-def test_missing_weights_are_named(tmp_path):
-    with pytest.raises(MissingDataError, match=r"weights/cifar10_resnet20.safetensors must hold"):
-        loda_spec(Lab(tmp_path, "smoke", data_root=tmp_path), "all", 30.0)
+def test_the_extractor_is_trained_on_the_other_set(tmp_path, monkeypatch):
+    asked, digits = [], load_dataset("mnist-5k")
+
+    def load(name, root):
+        asked.append(name)
+        return digits
+
+    monkeypatch.setattr(hidden_images, "load_dataset", load)
+    lab = Lab(tmp_path, "smoke", data_root=tmp_path)
+    nothing = Batch(torch.empty(0), torch.empty(0), torch.empty(0))
+    files = [extractor(lab, Scene(name, *[nothing] * 4)) for name in ("cifar10", "svhn", "cifar10")]
+    assert asked == ["svhn", "cifar10"]  # each is trained once
+    assert files[0] == files[2] != files[1]
+    load_weights(create_model("resnet20", digits.shape, 10, seed=9), files[0])
+    (tmp_path / "svhn.npz").touch()
+    assert hidden_images.svhn(lab) == str(tmp_path / "svhn.npz")
 
 
 def test_accuracy_is_of_what_was_learned():

@@ -75,17 +75,26 @@ class Lab:
 
     def tensors_once(self, part: object, work: Callable[[], Tensors]) -> Tensors:
         """As `once`, for tensors by name."""
+        return load_tensors(self.tensors_file(part, work))
+
+    def tensors_file(self, part: object, work: Callable[[], Tensors]) -> Path:
+        """As `tensors_once`, the file itself."""
         path = self._part(part).with_suffix(".safetensors")
         try:
-            return load_tensors(path)
+            load_tensors(path)
         except DataError:
             save_tensors(path, work(), {"part": repr(part)})
-            return load_tensors(path)
+        return path
+
+    @property
+    def kept(self) -> Path:
+        """The folder of finished parts."""
+        return self.parts or self.out / "parts"
 
     def _part(self, part: object) -> Path:
         """The file of a part, without its ending; other versions, scales, seeds and data have other files."""
         facts = repr((version("gradveil"), self.scale, self.seed, str(self.data_root), part))
-        return (self.parts or self.out / "parts") / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        return self.kept / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

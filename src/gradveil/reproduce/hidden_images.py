@@ -16,24 +16,26 @@ from gradveil.attacks.stationarity import Stationarity
 from gradveil.attacks.unmix import Unmix
 from gradveil.attacks.untransform import Untransform
 from gradveil.client import LocalSettings, score, train_locally
-from gradveil.data import Dataset, Split
+from gradveil.config import TrainSettings
+from gradveil.data import Dataset, Split, load_dataset
 from gradveil.defences import Client, Defence, build_defence
 from gradveil.defences.ats import Ats
 from gradveil.defences.loda import Loda
 from gradveil.defences.mixup import Mixup
-from gradveil.errors import MissingDataError
+from gradveil.engines.simulation import Simulation
 from gradveil.flat import FlatModel
 from gradveil.metrics import align, score_targets
 from gradveil.models import Normalisation, create_model
 from gradveil.observe import observe
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Lab, rounded
+from gradveil.storage import PrivateFolder
 from gradveil.threat import Observation, Reconstruction, ThreatModel
 from gradveil.types import Batch, Tensors
 
 ATTACKED = "lenet-dlg"
 NOWHERE = Path("no data root")
-EXTRACTOR = "cifar10_resnet20.safetensors"
+EXTRACTOR = "resnet20"
 MEAN, STD = "0.4914/0.4822/0.4465", "0.2023/0.1994/0.201"
 TV = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """The weights of total variation that the paper searches."""
@@ -63,7 +65,7 @@ def sizes_of(lab: Lab) -> Sizes:
     """Those of the lab's scale."""
     return lab.pick(
         Sizes(6, 24, 5, 3, 10, 2, 40, 100, 1, "resnet20:width=4"),
-        Sizes(8, 400, 300, 500, 150, 12, 300, 2000, 20, "resnet20:width=8"),
+        Sizes(8, 400, 300, 500, 150, 12, 200, 2000, 20, "resnet20:width=8"),
         Sizes(16, 800, 24_000, 500, 1000, 40, 50_000, 9500, 200, "resnet18"),
     )
 
@@ -98,17 +100,38 @@ def _batch(split: Split, rows: np.ndarray) -> Batch:
     return Batch(images, torch.from_numpy(split.labels[rows]), torch.zeros(len(rows), dtype=torch.bool))
 
 
-def loda_spec(lab: Lab, layers: str, c: float) -> str:
-    """LODA with the given extractor, as a text; the weights lie in the folder ``weights`` of the data root."""
-    path = (lab.data_root or NOWHERE) / "weights" / EXTRACTOR
-    if not path.is_file():
-        raise MissingDataError(
-            f"{path} must hold a resnet20 trained on CIFAR-10, for LODA's features, got no such file. Put it there."
-        )
-    steps = sizes_of(lab).obscuring
+def loda_spec(lab: Lab, scene: Scene, layers: str, c: float) -> str:
+    """LODA with an extractor that was trained on public data, as a text."""
     return (
-        f"loda:extractor=resnet20,weights={path},classes=10,mean={MEAN},std={STD},layers={layers},c={c},steps={steps}"
+        f"loda:extractor={EXTRACTOR},weights={extractor(lab, scene)},classes=10,mean=0/0/0,std=1/1/1,layers={layers},"
+        f"c={c},steps={sizes_of(lab).obscuring}"
     )
+
+
+def extractor(lab: Lab, scene: Scene) -> Path:
+    """The file of a network's weights that were trained on the other of CIFAR-10 and SVHN, on pixels as they are."""
+    name = svhn(lab) if scene.name == "cifar10" else "cifar10"
+
+    def work() -> Tensors:
+        data = load_dataset(name, lab.data_root)
+        most = lab.pick(64, 8000, None)
+        data = replace(data, train=Split(data.train.images[:most], data.train.labels[:most]))
+        settings = TrainSettings(
+            dataset=name, model=EXTRACTOR, clients=1, rounds=lab.pick(1, 12, 60), batch_size=64, lr=0.05,
+            normalise="none", seed=lab.seed,
+        )  # fmt: skip
+        with Simulation(settings, dataset=data, workers=0) as simulation:
+            for row in simulation.run():
+                lab.progress(0.0, f"extractor, epoch {row['round']} of {settings.rounds}")
+            return dict(simulation.model)
+
+    return lab.tensors_file(("extractor", name), work)
+
+
+def svhn(lab: Lab) -> str:
+    """The crops that lie in the data root as a file, else the named set."""
+    path = (lab.data_root or NOWHERE) / "svhn.npz"
+    return str(path) if path.is_file() else "svhn"
 
 
 # --- what is attacked -------------------------------------------------------------------------------------------------
@@ -185,19 +208,21 @@ def decoder_of(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder
     return Untransform() if isinstance(defence, Ats) else None
 
 
-def figures_under(lab: Lab, scene: Scene, spec: str, *, adaptive: bool) -> tuple[list[dict[str, Any]], Tensor]:
-    """The figures of each private image, and the guess for it."""
+def figures_under(
+    lab: Lab, scene: Scene, spec: str, *, adaptive: bool, way: str = "stationarity"
+) -> tuple[list[dict[str, Any]], Tensor]:
+    """The figures of each private image, and the guess for it; ``way`` is how LODA is decoded."""
     defence, truth = build_defence(spec), scene.private.images
     tv = searched_tv(lab, scene, spec if adaptive else "none")
 
     def work() -> Tensors:
         found, seen = _guessed(lab, scene, defence, tv, adaptive=adaptive)
-        decoder = decoder_of(lab, defence) if adaptive else None
+        decoder = decoder_of(lab, defence, way) if adaptive else None
         if decoder is not None:
             found = decoder.decode(found, seen, stream(lab.seed, "loda", "decode"))
         return {"guesses": _paired(truth, found.images.flatten(0, 1), mixed=isinstance(defence, Mixup))}
 
-    guesses = lab.tensors_once(("attack", scene.name, spec, tv, adaptive), work)["guesses"]
+    guesses = lab.tensors_once(("attack", scene.name, spec, tv, adaptive, way), work)["guesses"]
     figures, _ = score_targets(truth[:, None], guesses[:, None], lab.data_root)
     return [dict(each) for each in figures], guesses
 
@@ -275,7 +300,8 @@ def device(lab: Lab, scene: Scene) -> Client:
     """A client with the private images and public ones at hand."""
     network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed)
     rng = stream(lab.seed, "loda", "obscure")
-    return Client(0, 1, network, {}, scene.private, {}, {}, rng, scene.public)
+    folder = PrivateFolder(lab.kept / "obscured")  # batches of an obscuring that was killed
+    return Client(0, 1, network, {}, scene.private, {}, {}, rng, scene.public, folder)
 
 
 def shown(lab: Lab, scene: Scene, defence: Defence, rounds: int) -> Observation:
