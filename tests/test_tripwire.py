@@ -241,6 +241,18 @@ def test_rows_that_one_image_passes_are_found_in_model_and_gradient(digits):
     assert inspect(network, digits[torch.arange(20)]) == []  # among few images honest rows have single ones too
 
 
+def test_rows_that_answer_to_one_of_many_classes_are_no_alarm():
+    """Each row fires for the four images of its class, of which hardly one is looked at."""
+    labels = torch.arange(200).repeat(4)
+    data = Batch(F.one_hot(labels, 200).float().view(-1, 1, 10, 20), labels, torch.zeros(800, dtype=torch.bool))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 200))
+    with torch.no_grad():
+        network[1].weight.copy_(torch.rand(200, 200, generator=rng()).neg().fill_diagonal_(1))
+        network[1].bias.zero_()
+    assert (network[1](data.images.flatten(1)) > 0).sum(0).eq(4).all()
+    assert inspect(network, data) == []
+
+
 @pytest.mark.parametrize("confidence", [20.0, 500.0])  # at the second the others' gradients are exactly 0
 def test_one_badly_classified_image_is_no_alarm(confidence, digits):
     network = create_model("mlp", SHAPE, 10, seed=0)

@@ -180,8 +180,9 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
         agreed: the network that the client expects, of whatever weights; None where it expects nothing.
     """
     found = [] if agreed is None else list(_not_agreed(network, agreed))
-    few = _enough(data)
-    for call in _look(network, _some(data, MOST_IMAGES))[0]:
+    some = _some(data, MOST_IMAGES)
+    few = _enough(some)
+    for call in _look(network, some)[0]:
         rows = call.layer.weight.detach().flatten(1)  # (rows, entries)
         group = _parallel_weights(rows, CORRELATION) if call.inputs is None else _most_parallel(rows, call)
         if len(group) >= FEWEST_ROWS:
@@ -189,7 +190,7 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
             found += _ladder(call, group)
         others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, group.cpu(), len(group) < FEWEST_ROWS)
         found += _traps(call.name, rows[others.to(rows.device)])
-        if call.outputs is not None and len(data) >= few:
+        if call.outputs is not None and len(some) >= few:
             fires = call.outputs[_spread(len(call.outputs), few)] > 0  # (images, rows)
             found += _single(call.name, fires & fires.sum(0).eq(1), "single-firing", "are positive for one image alone")
     return found
