@@ -3,6 +3,7 @@
 import copy
 import warnings
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -119,6 +120,36 @@ def test_a_convolution_over_the_whole_image_is_looked_at_as_a_linear(digits):
              ((linear, "1"), (convolved, "0"))]  # fmt: skip
     assert found[0] == found[1]
     assert ("isolated-cells", "imprint") in found[1]
+
+
+class Spy(nn.Module):
+    """Passes on what it gets, and keeps how many images it was and whether gradients are kept for it."""
+
+    met: ClassVar[list[tuple[int, bool]]] = []
+
+    def forward(self, images):
+        self.met.append((len(images), images.requires_grad))
+        return images
+
+
+@pytest.mark.parametrize(("side", "count"), [(32, 256), (48, 113), (96, 64)])
+def test_large_images_cost_no_more_memory_than_small_ones(side, count):
+    Spy.met.clear()
+    network = nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(4), Spy(), nn.Flatten(),
+        nn.Linear(64, 8), nn.ReLU(inplace=True), Spy(), nn.Linear(8, 100),
+    )  # fmt: skip
+    images = torch.rand(300, 3, side, side, generator=rng())
+    inspect(network, Batch(images, torch.arange(300) % 100, torch.zeros(300, dtype=torch.bool)))
+    assert Spy.met == [(count, False), (count, True)] * 2
+
+
+def test_a_network_without_a_layer_that_sees_an_image_as_a_whole(digits):
+    network = nn.Sequential(nn.Conv2d(1, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert inspect(network, digits) == []
+    with torch.no_grad():
+        network[0].weight.copy_(network[0].weight[:1].expand_as(network[0].weight))
+    assert checks(inspect(network, digits)) == {"parallel-rows"}
 
 
 def test_a_network_that_ends_in_a_convolution_has_its_result_left_out(digits):
