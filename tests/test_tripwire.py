@@ -16,6 +16,7 @@ from gradveil.config import TrainSettings
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import TripwireError
 from gradveil.storage import save_tensors
+from gradveil.train import train
 from gradveil.tripwire import Finding, TripwireWarning, check_model, check_update, inspect, inspect_attack
 from gradveil.types import Batch
 
@@ -426,6 +427,16 @@ def test_rounds_count_the_clients_that_warn(workers, tmp_path):
             (row,) = simulation.run()
         assert {key: value for key, value in row.items() if key.startswith("tripwire")} == rest
         assert len(caught) == (2 if mode == "warn" else 0)
+
+
+def test_a_refused_training_goes_on_with_a_warning(tmp_path):
+    save_tensors(tmp_path / "trapped.safetensors", trapped().state_dict())
+    settings = replace(SETTINGS, model="mlp:hidden=200", weights=str(tmp_path / "trapped.safetensors"), rounds=1)
+    with pytest.raises(TripwireError, match=r"look at the server, or go on with --resume --tripwire warn"):
+        train(replace(settings, tripwire="refuse"), tmp_path / "run", workers=0)
+    with pytest.warns(TripwireWarning):
+        result = train(replace(settings, tripwire="warn"), tmp_path / "run", resume=True, workers=0)
+    assert [row["tripwire_warnings"] for row in result.rows] == [2]
 
 
 def test_honest_runs_go_through():

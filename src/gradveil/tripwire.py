@@ -124,7 +124,7 @@ def guard(mode: str, client: Client) -> None:
         f"{len(found)}: {' '.join(str(finding) for finding in found)}"
     )
     if mode == "refuse":
-        raise TripwireError(f"{message} Nothing was sent; look at the server, or set --tripwire warn.")
+        raise TripwireError(f"{message} Nothing was sent; look at the server, or go on with --resume --tripwire warn.")
     announce(message)
 
 
