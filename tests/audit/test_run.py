@@ -362,6 +362,14 @@ def test_images_without_a_guess_are_not_recognised():
     assert counts == [1, 1, 0, 1]
 
 
+def test_an_attack_that_guesses_no_labels_has_no_share_of_them(small, tmp_path):
+    attacks = f"{QUICK},imprint:bins=8"
+    settings = small(attacks=attacks, knows="labels,num-examples,alters-model", rounds=0)
+    result = audit(settings, tmp_path / "run", workers=0)
+    assert [row["label_accuracy"] for row in result.rows] == [1.0, 1.0, None, None]
+    assert [line["label_accuracy"] for line in summarise(result.rows)] == [1.0, None]
+
+
 def test_rows_say_whether_the_client_would_have_noticed_an_altered_model(small, tmp_path):
     settings = small(
         attacks=f"{QUICK},imprint:bins=8,trap-weights:rows=32", knows="labels,num-examples,alters-model", rounds=0

@@ -120,8 +120,10 @@ def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[st
     """What leaked under each defence and attack, and the defence's price in the same line."""
     attacks = dict.fromkeys(row["attack"] for row in summary)
     short = Counter(parse_spec(attack)[0] for attack in attacks)
-    heads = ("defence", "attack", "attacker", "psnr", "worst", "ssim", "recognisable", "not converged", "eps update")
-    table = Table(*heads, "eps training", "accuracy", "s/round", "overhead", title=title, title_justify="left")
+    partly = any(row["guessed"] is not None and row["guessed"] < 1 for row in summary)
+    heads = ["defence", "attack", "attacker", "psnr", "worst", "ssim", *["guessed"] * partly, "recognisable"]
+    heads += ["not converged", "eps update", "eps training", "accuracy", "s/round", "overhead"]
+    table = Table(*heads, title=title, title_justify="left")
     price = {row["defence"]: row for row in prices}
     for row in summary:
         cost = price.get(row["defence"], {})
@@ -132,6 +134,7 @@ def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[st
             figure(row["psnr"], ".1f"),
             figure(row["psnr_worst"], ".1f"),
             figure(row["ssim"], ".2f"),
+            *[figure(row["guessed"], ".0%")] * partly,
             f"{row['recognisable']} of {row['n']}",
             str(row["not_converged"]),
             figure(row["epsilon"], ".3g"),
