@@ -9,12 +9,15 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from gradveil import cli
 from gradveil.config import TrainSettings, make_train_settings, read_settings
+from gradveil.models import create_model
+from gradveil.tripwire import TripwireWarning
 
 QUICK = ("--model", "logistic", "--partition", "iid:images=20", "--clients", 4, "--rounds", 3, "--workers", 0)
 
@@ -139,6 +142,20 @@ def test_saved_rounds_say_how_they_were_made(gradveil, tmp_path):
     with safe_open(tmp_path / "run" / "rounds" / "000001" / "update-0.safetensors", "pt") as file:
         assert file.metadata()["num_examples"] == "20"
         assert set(file.keys()) == {"linear.weight", "linear.bias"}
+
+
+def test_warnings_of_the_tripwire_are_told_above_the_table(gradveil, tmp_path):
+    tensors = create_model("mlp", (1, 28, 28), 10, seed=0).state_dict()
+    save_file({name: torch.full_like(tensor, 0.01) for name, tensor in tensors.items()}, tmp_path / "equal.safetensors")
+    looking = (*QUICK, "--model", "mlp", "--rounds", 1, "--tripwire", "warn")
+    calm = gradveil("train", *looking, "--out", tmp_path / "calm").out
+    assert ["tripwire warnings", "0"] in [[cell.strip() for cell in line.split("│")[1:3]] for line in calm.splitlines()]
+    assert "Clients warned" not in calm
+    with pytest.warns(TripwireWarning):
+        told = gradveil("train", *looking, "--weights", tmp_path / "equal.safetensors", "--out", tmp_path / "run").out
+    first, *table = told.splitlines()
+    assert first == "Clients warned of traps in the model that they received: 4 warnings in 1 of 1 rounds."
+    assert ["tripwire warnings", "4"] in [[cell.strip() for cell in line.split("│")[1:3]] for line in table]
 
 
 # --- resume -----------------------------------------------------------------------------------------------------------

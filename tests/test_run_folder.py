@@ -115,6 +115,12 @@ def test_rounds_may_grow_but_not_go_below_what_is_done(tmp_path):
     assert content(tmp_path) == before
 
 
+def test_the_tripwire_may_change(tmp_path):
+    fill(tmp_path, settings=replace(SETTINGS, tripwire="refuse"))
+    assert begin(tmp_path, replace(SETTINGS, tripwire="warn")).round == 3
+    assert read_settings(tmp_path / "settings.toml")["tripwire"] == "warn"
+
+
 def test_other_data_are_refused(tmp_path):
     fill(tmp_path)
     before = content(tmp_path)

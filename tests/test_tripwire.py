@@ -3,6 +3,7 @@
 import copy
 import warnings
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gradveil.config import TrainSettings
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import TripwireError
 from gradveil.storage import save_tensors
+from gradveil.train import train
 from gradveil.tripwire import Finding, TripwireWarning, check_model, check_update, inspect, inspect_attack
 from gradveil.types import Batch
 
@@ -119,6 +121,36 @@ def test_a_convolution_over_the_whole_image_is_looked_at_as_a_linear(digits):
              ((linear, "1"), (convolved, "0"))]  # fmt: skip
     assert found[0] == found[1]
     assert ("isolated-cells", "imprint") in found[1]
+
+
+class Spy(nn.Module):
+    """Passes on what it gets, and keeps how many images it was and whether gradients are kept for it."""
+
+    met: ClassVar[list[tuple[int, bool]]] = []
+
+    def forward(self, images):
+        self.met.append((len(images), images.requires_grad))
+        return images
+
+
+@pytest.mark.parametrize(("side", "count"), [(32, 256), (48, 113), (96, 64)])
+def test_large_images_cost_no_more_memory_than_small_ones(side, count):
+    Spy.met.clear()
+    network = nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(4), Spy(), nn.Flatten(),
+        nn.Linear(64, 8), nn.ReLU(inplace=True), Spy(), nn.Linear(8, 100),
+    )  # fmt: skip
+    images = torch.rand(300, 3, side, side, generator=rng())
+    inspect(network, Batch(images, torch.arange(300) % 100, torch.zeros(300, dtype=torch.bool)))
+    assert Spy.met == [(count, False), (count, True)] * 2
+
+
+def test_a_network_without_a_layer_that_sees_an_image_as_a_whole(digits):
+    network = nn.Sequential(nn.Conv2d(1, 10, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert inspect(network, digits) == []
+    with torch.no_grad():
+        network[0].weight.copy_(network[0].weight[:1].expand_as(network[0].weight))
+    assert checks(inspect(network, digits)) == {"parallel-rows"}
 
 
 def test_a_network_that_ends_in_a_convolution_has_its_result_left_out(digits):
@@ -239,6 +271,18 @@ def test_rows_that_one_image_passes_are_found_in_model_and_gradient(digits):
     assert found[0].score > 0.5
     assert "of the gradient come from one image alone of 40; 5.8 are expected at most" in found[0].sentence
     assert inspect(network, digits[torch.arange(20)]) == []  # among few images honest rows have single ones too
+
+
+def test_rows_that_answer_to_one_of_many_classes_are_no_alarm():
+    """Each row fires for the four images of its class, of which hardly one is looked at."""
+    labels = torch.arange(200).repeat(4)
+    data = Batch(F.one_hot(labels, 200).float().view(-1, 1, 10, 20), labels, torch.zeros(800, dtype=torch.bool))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 200))
+    with torch.no_grad():
+        network[1].weight.copy_(torch.rand(200, 200, generator=rng()).neg().fill_diagonal_(1))
+        network[1].bias.zero_()
+    assert (network[1](data.images.flatten(1)) > 0).sum(0).eq(4).all()
+    assert inspect(network, data) == []
 
 
 @pytest.mark.parametrize("confidence", [20.0, 500.0])  # at the second the others' gradients are exactly 0
@@ -383,6 +427,16 @@ def test_rounds_count_the_clients_that_warn(workers, tmp_path):
             (row,) = simulation.run()
         assert {key: value for key, value in row.items() if key.startswith("tripwire")} == rest
         assert len(caught) == (2 if mode == "warn" else 0)
+
+
+def test_a_refused_training_goes_on_with_a_warning(tmp_path):
+    save_tensors(tmp_path / "trapped.safetensors", trapped().state_dict())
+    settings = replace(SETTINGS, model="mlp:hidden=200", weights=str(tmp_path / "trapped.safetensors"), rounds=1)
+    with pytest.raises(TripwireError, match=r"look at the server, or go on with --resume --tripwire warn"):
+        train(replace(settings, tripwire="refuse"), tmp_path / "run", workers=0)
+    with pytest.warns(TripwireWarning):
+        result = train(replace(settings, tripwire="warn"), tmp_path / "run", resume=True, workers=0)
+    assert [row["tripwire_warnings"] for row in result.rows] == [2]
 
 
 def test_honest_runs_go_through():

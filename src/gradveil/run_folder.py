@@ -134,11 +134,12 @@ class RunFolder:
             raise RunFolderError(
                 f"rounds must be at least the {begun.rounds} that {self.path} was begun with, got {settings.rounds}."
             )
-        before, now = asdict(replace(begun, rounds=settings.rounds, save_rounds=settings.save_rounds)), asdict(settings)
+        now = asdict(settings)
+        before = asdict(begun) | {key: now[key] for key in ("rounds", "save_rounds", "tripwire")}
         changed = [f"{key} = {now[key]!r} (was {before[key]!r})" for key in now if now[key] != before[key]]
         if changed:
             raise RunFolderError(
-                f"A resumed run must keep its settings (rounds may grow, save_rounds may change), got "
+                f"A resumed run must keep its settings (rounds may grow, save_rounds and tripwire may change), got "
                 f"{'; '.join(changed)} in {self.path}. Leave those options out, or choose another --out."
             )
 
@@ -167,8 +168,9 @@ class RunFolder:
 
 
 def settings_hash(settings: TrainSettings) -> str:
-    """A short hash of all settings but the number of rounds, which may grow."""
-    return hashlib.blake2b(to_toml(replace(settings, rounds=0, save_rounds=())), digest_size=16).hexdigest()
+    """A short hash of all settings but those that may change on the way, none of which changes the weights."""
+    kept = replace(settings, rounds=0, save_rounds=(), tripwire="off")
+    return hashlib.blake2b(to_toml(kept), digest_size=16).hexdigest()
 
 
 def fingerprint(dataset: Dataset | FederatedData, files: Iterable[str]) -> str:

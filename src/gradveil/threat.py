@@ -233,7 +233,7 @@ class Observation:
             granted = ", ".join(self.threat.names) or "nothing"
             raise ThreatModelError(
                 f"The attack asks for {knowledge.value}, which this threat model does not grant (it grants {granted}). "
-                "Grant it under [threat] knows, or drop the attack."
+                "Grant it with --knows, or drop the attack."
             )
         value = self._facts.get(knowledge)
         if not isinstance(value, kind):

@@ -76,6 +76,8 @@ LOG_UNIFORM = 1 / math.log(1000)
 WINDOWS = (0.05, 0.2)
 MOST_IMAGES, MOST_ROWS = 256, 512
 """Images that responses are taken of, and rows that are compared with each other in the gradient, evenly spread."""
+FEW_IMAGES, USUAL_PIXELS = 64, 3 * 32 * 32
+"""Of images with more entries fewer are taken, as many as fit the same memory, but not fewer than 64."""
 
 
 class TripwireWarning(UserWarning):
@@ -122,7 +124,7 @@ def guard(mode: str, client: Client) -> None:
         f"{len(found)}: {' '.join(str(finding) for finding in found)}"
     )
     if mode == "refuse":
-        raise TripwireError(f"{message} Nothing was sent; look at the server, or set --tripwire warn.")
+        raise TripwireError(f"{message} Nothing was sent; look at the server, or go on with --resume --tripwire warn.")
     announce(message)
 
 
@@ -157,7 +159,7 @@ _heard: ContextVar[list[str] | None] = ContextVar("heard", default=None)
 
 def inspect(network: nn.Module, data: Batch, agreed: nn.Module | None = None) -> list[Finding]:
     """All checks, of the model and of the gradient on some of a client's images; the network is left as it is."""
-    return check_model(network, data, agreed) + check_update(network, _some(data, _enough(data)))
+    return check_model(network, data, agreed) + check_update(network, _some(data, min(_enough(data), _most(data))))
 
 
 def inspect_attack(
@@ -172,7 +174,7 @@ def inspect_attack(
 
 
 def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None) -> list[Finding]:
-    """Look at a received model, and at its responses to at most `MOST_IMAGES` of a client's images.
+    """Look at a received model, and at its responses to some of a client's images, at most `MOST_IMAGES`.
 
     Args:
         network: as received; left as it is.
@@ -180,8 +182,9 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
         agreed: the network that the client expects, of whatever weights; None where it expects nothing.
     """
     found = [] if agreed is None else list(_not_agreed(network, agreed))
-    few = _enough(data)
-    for call in _look(network, _some(data, MOST_IMAGES))[0]:
+    some = _some(data, _most(data))
+    few = _enough(some)
+    for call in _look(network, some)[0]:
         rows = call.layer.weight.detach().flatten(1)  # (rows, entries)
         group = _parallel_weights(rows, CORRELATION) if call.inputs is None else _most_parallel(rows, call)
         if len(group) >= FEWEST_ROWS:
@@ -189,7 +192,7 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
             found += _ladder(call, group)
         others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, group.cpu(), len(group) < FEWEST_ROWS)
         found += _traps(call.name, rows[others.to(rows.device)])
-        if call.outputs is not None and len(data) >= few:
+        if call.outputs is not None and len(some) >= few:
             fires = call.outputs[_spread(len(call.outputs), few)] > 0  # (images, rows)
             found += _single(call.name, fires & fires.sum(0).eq(1), "single-firing", "are positive for one image alone")
     return found
@@ -238,12 +241,14 @@ def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
     """All Linears and convolutions but the one that gives the result, and (N,) whether an image has a loss at all."""
     model = copy.deepcopy(network).eval().requires_grad_(False)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
-    met: dict[str, tuple[Tensor, Tensor]] = {}
+    met: dict[str, tuple[Tensor | None, Tensor]] = {}
 
-    def watch(name: str, layer: nn.Module) -> None:
+    def watch(name: str, layer: nn.Linear | nn.Conv2d) -> None:
         def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            leaf = output if output.requires_grad else output.requires_grad_()
-            met[name] = (inputs[0].detach(), leaf)
+            if output.numel() != len(batch) * len(layer.weight):
+                return output  # many places of an image: nothing is kept, and no graph is begun
+            leaf = output.requires_grad_()
+            met[name] = (_seen_once(layer, inputs[0].detach(), leaf), leaf)
             return leaf.clone()  # an activation may work in place
 
         layer.register_forward_hook(record)
@@ -251,16 +256,15 @@ def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
     for name, layer in layers.items():
         watch(name, layer)
     with torch.enable_grad():
-        result = model(batch.images)
+        result = model(batch.images).requires_grad_()
         loss = F.cross_entropy(result, batch.labels, reduction="sum")
     last = next((name for name, (_, output) in reversed(met.items()) if _is_result(output, result)), None)
-    seen = {name: _seen_once(layers[name], *met[name]) for name in met if name != last}
-    flat = [name for name, inputs in seen.items() if inputs is not None]
-    slopes = torch.autograd.grad(loss, [result, *(met[name][1] for name in flat)], allow_unused=True)
+    flat = {name: pair for name, pair in met.items() if name != last and pair[0] is not None}
+    slopes = torch.autograd.grad(loss, [result, *(output for _, output in flat.values())], allow_unused=True)
     by_name = {name: None if slope is None else slope.flatten(1) for name, slope in zip(flat, slopes[1:], strict=True)}
     calls = [
-        _Call(name, layer, seen[name], met[name][1].detach().flatten(1), by_name[name])
-        if name in by_name
+        _Call(name, layer, flat[name][0], flat[name][1].detach().flatten(1), by_name[name])
+        if name in flat
         else _Call(name, layer, None, None, None)
         for name, layer in layers.items()
         if name != last
@@ -288,6 +292,11 @@ def _enough(data: Batch) -> int:
     """How many images make a rarely firing row suspicious: one that answers to a class fires for four of them."""
     labels = data.labels if data.labels.dim() == 1 else data.labels.argmax(1)
     return max(32, 4 * len(set(labels.tolist())))
+
+
+def _most(data: Batch) -> int:
+    """How many images are looked at."""
+    return min(MOST_IMAGES, max(FEW_IMAGES, MOST_IMAGES * USUAL_PIXELS // math.prod(data.images.shape[1:])))
 
 
 def _some(data: Batch, count: int) -> Batch:

@@ -5,7 +5,7 @@ import torch
 
 from gradveil.attacks.base import Scene
 from gradveil.attacks.imprint import Imprint, quantiles
-from gradveil.attacks.parts.analytic import likely_pictures
+from gradveil.attacks.parts.analytic import INSERTED, likely_pictures
 from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError
 from gradveil.metrics import align
@@ -91,6 +91,23 @@ def test_two_images_in_two_bins_and_none_in_the_rest():
     attack, truth = Imprint(bins=4), torch.stack([torch.full(SHAPE, 0.2), torch.full(SHAPE, 0.8)])
     _, found = share(attack, truth, look(attack, [truth]))
     assert sorted(found.images[0].flatten(1).mean(1).tolist()) == pytest.approx([0.2, 0.8], abs=1e-4)
+
+
+def test_images_alone_in_a_bin_are_the_closed_form_to_float_precision():
+    attack, truth = Imprint(), photographs(16, 5)
+    seen = look(attack, [truth])
+    mean, std = (torch.tensor(part).view(3, 1, 1).double() for part in (NORMALISATION.mean, NORMALISATION.std))
+    rows = seen.network.get_submodule(f"{INSERTED}.rows")
+    last = (rows(((truth - mean) / std).float().flatten(1)) > 0).sum(1) - 1  # the last row that sees each image
+    alone = [n for n, row in enumerate(last) if int((last == row).sum()) == 1 and row < attack.bins - 1]
+    assert len(alone) >= 8
+    weight, bias = (seen.updates[f"{INSERTED}.rows.{name}"][0].double() for name in ("weight", "bias"))
+    at = last[alone]
+    exact = (weight[at] - weight[at + 1]) / (bias[at] - bias[at + 1])[:, None]
+    exact = exact.view(-1, *SHAPE) * std + mean
+    found = align(truth, run(attack, seen).images[0])[alone]
+    assert (found - exact).abs().max() < 1e-6
+    assert (found - truth[alone]).abs().max() < 1e-5
 
 
 def test_images_in_one_bin_are_mixed_and_leave_no_guess_for_the_other():

@@ -29,6 +29,16 @@ def test_targets_do_not_disturb_each_other():
     assert torch.allclose(together.images, apart.images, atol=1e-4)
 
 
+@pytest.mark.parametrize(("start", "needed"), [("class-average", "class-averages"), ("public", "public-data")])
+def test_a_start_that_must_be_granted_is_asked_for_before_the_search(start, needed):
+    _, _, seen = scene()
+    attack = replace(Gs(iterations=1), start=start)
+    assert {knowledge.value for knowledge in attack.needs} == {"num-examples", needed}
+    with pytest.raises(ThreatModelError, match=rf"Attack 'gs' needs {needed}, .*Grant it with --knows"):
+        run(attack, seen)
+    assert replace(attack, start="grey").needs == Gs.needs
+
+
 def test_the_best_restart_by_the_attackers_own_loss_is_kept(monkeypatch):
     _, _, seen = scene(targets=2)
     losses = torch.tensor([3.0, 1.0, 2.0, 0.5, 4.0, 9.0])  # three restarts of each of two targets

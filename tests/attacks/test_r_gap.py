@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,24 @@ def test_the_rank_analysis_counts_equations_and_names_what_lacks():
     assert found.why[0] == "fewer equations than unknowns in 0 (-56)"
 
 
+def test_what_did_not_converge_says_which_layer_was_not_solved():
+    """Errors of the layers behind reach the first one."""
+    _, seen = look(small(nn.Sigmoid))
+    seen.updates["2.weight"][0].mul_(1.01)
+    found = run(RGap(), seen)
+    assert found.converged.tolist() == [False, True]
+    assert re.fullmatch(r"the equations of [024] have a misfit of 0\.\d+, where 0\.001 counts as solved", found.why[0])
+    assert found.why[1] == ""
+
+
+def test_numbers_that_are_not_finite_are_named_too():
+    _, seen = look(small(bias=True))
+    seen.updates["7.bias"][0] = 0
+    found = run(RGap(), seen)
+    assert not found.converged[0]
+    assert re.fullmatch(r"the equations of \d hold numbers that are not finite", found.why[0])
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -70,6 +90,26 @@ class Residual(nn.Module):
 
     def forward(self, images):
         return self.linear(self.flatten(images + self.conv(images)))
+
+
+class Key(nn.Module):
+    """As FedKL's locks: it needs no image."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self):
+        return self.scale
+
+
+class Keyed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flatten, self.key, self.linear = nn.Flatten(), Key(), nn.Linear(64, 4)
+
+    def forward(self, images):
+        return self.linear(self.key() * self.flatten(images))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +120,7 @@ class Residual(nn.Module):
         (nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4)), "BatchNorm2d"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Tanh()), "does not end in a Linear"),
         (nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(64, 4)), "does not follow a layer"),
+        (Keyed(), r"Key \(key\), which is called without inputs"),
         (Residual(), "do not follow each other, as in residual connections"),
     ],
 )

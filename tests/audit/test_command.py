@@ -50,6 +50,20 @@ def test_the_table_has_a_line_for_each_defence_and_attack_and_ends_with_the_page
     assert ended.out.splitlines()[-1] == f"Look at it: {tmp_path / 'run' / 'report.html'}"
 
 
+def test_the_table_has_the_share_of_images_with_a_guess_where_some_have_none(gradveil, arguments, tmp_path):
+    def heads(*more):
+        ended = gradveil(*arguments, *more)
+        assert ended.code == 0, ended.err
+        head, line = (line for line in ended.out.splitlines() if line.startswith(("┃", "│")))
+        cells = [[cell.strip() for cell in text.split(sign)] for text, sign in ((head, "┃"), (line, "│"))]
+        return dict(zip(*cells, strict=True))
+
+    assert "guessed" not in heads()
+    imprint = ("--attacks", "imprint:bins=2", "--knows", "num-examples,alters-model", "--images", 8)
+    few = heads(*imprint, "--out", tmp_path / "other")
+    assert int(few["guessed"].removesuffix("%")) <= 25
+
+
 def test_a_failed_cell_ends_with_1_and_its_reason_and_the_rest_is_there(gradveil, arguments, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     ended = gradveil(*arguments, "--defences", f"{tmp_path}/broken.py:Broken", "--json")

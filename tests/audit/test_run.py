@@ -302,6 +302,12 @@ def test_missing_pictures_are_made_again(small, tmp_path):
         ({"model": "lenet6"}, "Unknown model 'lenet6'"),
         ({"partition": "by-clas"}, "Unknown partition"),
         ({"knows": "labels"}, "needs num-examples, got knows without it"),
+        ({"attacks": f"{QUICK},start=class-average"}, r"needs class-averages, got knows without it. Add it to --knows"),
+        ({"attacks": "idlg:start=public"}, r"needs public-data, got knows without it. Add it to --knows"),
+        (
+            {"attacks": "imprint:distribution=empirical", "knows": "num-examples,alters-model"},
+            r"needs public-data, got knows without it. Add it to --knows",
+        ),
         ({"defences": "mixup", "images": 3}, "needs clients with 4 images or more, got one with 3"),
         ({"defences": "mixup:k=5", "images": 6, "partition": "iid:images=4"}, "5 images or more, got one with 4"),
         ({"defences": "clip+loda"}, "needs public images, got none"),
@@ -368,6 +374,14 @@ def test_images_without_a_guess_are_not_recognised():
     row = {"kind": "privacy", "defence": "none", "attack": "imprint", "seed": 0, "psnr": 60.0, "ssim": 0.9}
     counts = [summarise([row | {"guessed": share}])[0]["recognisable"] for share in (1.0, 0.6, 0.5, None)]
     assert counts == [1, 1, 0, 1]
+
+
+def test_an_attack_that_guesses_no_labels_has_no_share_of_them(small, tmp_path):
+    attacks = f"{QUICK},imprint:bins=8"
+    settings = small(attacks=attacks, knows="labels,num-examples,alters-model", rounds=0)
+    result = audit(settings, tmp_path / "run", workers=0)
+    assert [row["label_accuracy"] for row in result.rows] == [1.0, 1.0, None, None]
+    assert [line["label_accuracy"] for line in summarise(result.rows)] == [1.0, None]
 
 
 def test_rows_say_whether_the_client_would_have_noticed_an_altered_model(small, tmp_path):

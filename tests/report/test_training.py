@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradveil.config import TrainSettings, make_train_settings
-from gradveil.report.training import command, headline, write_page
+from gradveil.report.training import command, headline, warnings_of, write_page
 
 ROWS = [
     {"round": 1, "accuracy": 0.5, "accuracy_sensitive": None, "loss": 1.23456, "lr": 0.05, "seconds": 0.1},
@@ -78,6 +78,20 @@ def test_columns_without_any_figure_are_left_out_and_single_gaps_are_empty(tmp_p
     text, checker = page(tmp_path, rows=rows)
     assert "<th scope=col>accuracy sensitive</th>" in text
     assert "12.50%" in checker.cells
+
+
+def test_warnings_of_the_tripwire_are_counted_in_rows_and_at_the_top(tmp_path):
+    assert "tripwire" not in page(tmp_path)[0]
+    calm = [row | {"tripwire_warnings": 0} for row in ROWS]
+    text, checker = page(tmp_path, rows=calm)
+    assert "<th scope=col>tripwire warnings</th>" in text
+    assert checker.cells[4] == "0"
+    assert "warned" not in text
+    text, checker = page(tmp_path, rows=[calm[0], calm[1] | {"tripwire_warnings": 3}])
+    assert checker.cells[10] == "3"
+    sentence = "Clients warned of traps in the model that they received: 3 warnings in 1 of 2 rounds."
+    assert text.index(sentence) < text.index("<img")
+    assert warnings_of([ROWS[0], ROWS[1] | {"tripwire_warnings": 1}]).endswith(": 1 warning in 1 of 1 rounds.")
 
 
 def test_only_fifty_clients_are_listed(tmp_path):

@@ -123,7 +123,7 @@ class Attack(AnyAttack):
             granted = ", ".join(seen.threat.names) or "nothing"
             raise ThreatModelError(
                 f"Attack {self.name!r} needs {', '.join(missing)}, which this threat model does not grant "
-                f"(it grants {granted}). Grant it under [threat] knows, or drop the attack."
+                f"(it grants {granted}). Grant it with --knows, or drop the attack."
             )
         result = self._guarded(seen, rng)
         decoders = self.decoders(seen)

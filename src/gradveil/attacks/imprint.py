@@ -86,6 +86,8 @@ class Imprint(Attack):
         in_range("gain", self.gain, 0, open_low=True)
         one_of("where", self.where, WHERE)
         in_range("shift", self.shift, 0, open_low=True)
+        if self.distribution == "empirical":
+            object.__setattr__(self, "needs", self.needs | {Knowledge.PUBLIC_DATA})
 
     def alter(self, network: nn.Module, seen: Scene, rng: torch.Generator) -> nn.Module:
         """Put the block before the network, or the rows into its first layer and equal columns into the next."""
@@ -137,7 +139,7 @@ class Imprint(Attack):
         if kind == "empirical" and not public:
             raise ConfigError(
                 "distribution=empirical needs public images, at least 20, got fewer. "
-                "Grant public-data under [threat] knows, or choose normal or laplace."
+                "Grant public-data with --knows, or choose normal or laplace."
             )
         thresholds = quantiles(answers, layer.out_features, kind)
         rows = question.expand(layer.out_features, -1)

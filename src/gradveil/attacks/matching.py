@@ -15,7 +15,7 @@ from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
 from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, BatchedRmsprop
 from gradveil.attacks.parts.search import PARTS, Search, Step, Task, restricted
-from gradveil.attacks.parts.starts import check_start
+from gradveil.attacks.parts.starts import NEEDS, check_start
 from gradveil.progress import part, tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
@@ -61,6 +61,7 @@ class Matching(Attack):
         one_of("local", self.local, WAYS)
         one_of("compile", self.compile, ["auto", "on", "off"])
         one_of("parts", self.parts, PARTS)
+        object.__setattr__(self, "needs", self.needs | NEEDS.get(self.start, frozenset()))
 
     @abstractmethod
     def search(self, seen: Observation) -> Search:

@@ -1,5 +1,6 @@
 """R-GAP: rebuild one image layer by layer, from the last to the first, by linear equations."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -64,13 +65,17 @@ class RGap(Attack):
         short = [
             f"{rank.name} ({rank.surplus})" for rank in rank_analysis(seen.network, seen.shape) if rank.surplus < 0
         ]
-        why = f"fewer equations than unknowns in {', '.join(short)}" if short else ""
+        lacking = f"fewer equations than unknowns in {', '.join(short)}" if short else ""
+        converged = (loss < _EXACT) & usable
         return Reconstruction(
             images=images[:, None].to(like),
             labels=torch.tensor([[one.label] for one in found], device=like.device),
             loss=loss.to(like),
-            converged=((loss < _EXACT) & usable).to(like.device),
-            why=(why,) * seen.num_targets,
+            converged=converged.to(like.device),
+            why=tuple(
+                "; ".join(filter(None, [lacking, "" if solved else one.shortfall]))
+                for one, solved in zip(found, converged.tolist(), strict=True)
+            ),
         )
 
 
@@ -110,25 +115,34 @@ def rank_analysis(network: nn.Module, shape: tuple[int, int, int]) -> list[Rank]
 
 
 class Rebuilt(NamedTuple):
-    """An image as the first layer sees it, its label, and the worst relative residual on the way."""
+    """An image as the first layer sees it, its label, the worst relative residual on the way and the layer it is of."""
 
     image: Tensor
     label: int
     residual: float
+    worst: str
+
+    @property
+    def shortfall(self) -> str:
+        """What is wrong with the worst layer."""
+        if not math.isfinite(self.residual):
+            return f"the equations of {self.worst} hold numbers that are not finite"
+        return f"the equations of {self.worst} have a misfit of {self.residual:.2g}, where {_EXACT:g} counts as solved"
 
 
 def _rebuild(layers: list[Layer], gradients: dict[str, Tensor]) -> Rebuilt:
     """From the last layer to the image."""
     last = layers[-1]
     reached, error, residual = last_input(last, gradients)
-    label = int(error.argmin())
+    label, worst = int(error.argmin()), last.name
     for after, layer in zip(reversed(layers[1:]), reversed(layers[:-1]), strict=True):
         back = weight_matrix(after).T @ error  # dL/d(what the activation gave)
         drive, slope = inverted(layer.act or nn.Identity(), reached)
         error = back * slope
         reached, misfit = _solve(layer, drive, error, gradients)
-        residual = max(residual, misfit)
-    return Rebuilt(reached, label, residual)
+        if misfit > residual:
+            worst, residual = layer.name, misfit
+    return Rebuilt(reached, label, residual, worst)
 
 
 def last_input(layer: Layer, gradients: dict[str, Tensor]) -> tuple[Tensor, Tensor, float]:

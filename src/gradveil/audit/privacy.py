@@ -220,11 +220,11 @@ def _scored(
     figures, reasons = score_targets(truth, guess, root)
     rows = []
     for number, batch in enumerate(private):
-        loss = float(result.loss[number])
+        loss, labels = float(result.loss[number]), result.labels[number].cpu()
         found = {
             **figures[number],
             "target": cell.first + number,
-            "label_accuracy": label_accuracy(batch.labels, result.labels[number].cpu()),
+            "label_accuracy": label_accuracy(batch.labels, labels) if bool((labels >= 0).any()) else None,
             "guessed": float(is_guess(guess[number]).float().mean()),
             "converged": bool(result.converged[number]),
             "attacker_loss": loss if np.isfinite(loss) else None,

@@ -30,6 +30,7 @@ def train_command(
     **options: Any,  # noqa: ANN401 - one for each field of TrainSettings
 ) -> None:
     """Train a federated model; the folder OUT gets rows, curves, checkpoints and a page to look at."""
+    from gradveil.report.training import warnings_of
     from gradveil.train import train
 
     settings = with_absolute_paths(make_train_settings(_given("train", options, config, out, resume)))
@@ -41,6 +42,7 @@ def train_command(
 
         result = train(settings, out, resume=resume, workers=workers, data_root=data_root, progress=progress)
     last = result.rows[-1]
+    warned = [row["tripwire_warnings"] for row in result.rows if "tripwire_warnings" in row]
     summary = {
         "out": str(out),
         "rounds": last["round"],
@@ -48,6 +50,7 @@ def train_command(
         "accuracy_sensitive": last["accuracy_sensitive"],
         "loss": last["loss"],
         "accuracy_own_worst_client": min(row["accuracy_own"] for row in result.clients),
+        "tripwire_warnings": sum(warned) if warned else None,
         "seconds": round(result.seconds, 2),
         "data": result.note or None,
         "report": str(out / "report.html"),
@@ -61,6 +64,8 @@ def train_command(
             share = key.startswith("accuracy") and isinstance(value, float)
             number = f"{value:.2%}" if share else f"{value:.4g}" if isinstance(value, float) else str(value)
             table.add_row(key.replace("_", " "), number)
+    if any(warned):
+        typer.echo(warnings_of(result.rows))
     show(table)
 
 
@@ -115,8 +120,10 @@ def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[st
     """What leaked under each defence and attack, and the defence's price in the same line."""
     attacks = dict.fromkeys(row["attack"] for row in summary)
     short = Counter(parse_spec(attack)[0] for attack in attacks)
-    heads = ("defence", "attack", "attacker", "psnr", "worst", "ssim", "recognisable", "not converged", "eps update")
-    table = Table(*heads, "eps training", "accuracy", "s/round", "overhead", title=title, title_justify="left")
+    partly = any(row["guessed"] is not None and row["guessed"] < 1 for row in summary)
+    heads = ["defence", "attack", "attacker", "psnr", "worst", "ssim", *["guessed"] * partly, "recognisable"]
+    heads += ["not converged", "eps update", "eps training", "accuracy", "s/round", "overhead"]
+    table = Table(*heads, title=title, title_justify="left")
     price = {row["defence"]: row for row in prices}
     for row in summary:
         cost = price.get(row["defence"], {})
@@ -127,6 +134,7 @@ def _audit_table(title: str, summary: list[dict[str, Any]], prices: list[dict[st
             figure(row["psnr"], ".1f"),
             figure(row["psnr_worst"], ".1f"),
             figure(row["ssim"], ".2f"),
+            *[figure(row["guessed"], ".0%")] * partly,
             f"{row['recognisable']} of {row['n']}",
             str(row["not_converged"]),
             figure(row["epsilon"], ".3g"),

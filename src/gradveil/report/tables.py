@@ -68,7 +68,7 @@ SUMMARY = (
     Heading("ssim", "SSIM", "Mean; 1 is the truth itself", _fixed(3)),
     Heading("lpips", "LPIPS", "Mean; 0 is the truth itself", _fixed(3)),
     Heading("guessed", "Guessed", "Share of the images that there is a guess for; figures are of these", _percent),
-    Heading("label_accuracy", "Labels", "Share of the labels that were recovered", _percent),
+    Heading("label_accuracy", "Labels", "Share of the labels that were recovered, where any was guessed", _percent),
     Heading("not_converged", "Attack did not converge", "Targets on which the attack did not converge", _of_all),
     Heading("epsilon", "ε of the update", "Privacy budget of the one update that was attacked", _budget),
     Heading("certificate", "Certified distance", "First order, for attackers of the protected layer alone", _fixed(2)),

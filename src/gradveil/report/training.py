@@ -28,6 +28,9 @@ pre { background: var(--soft); padding: .8rem; border-radius: 6px; white-space: 
 """
 
 
+ROUNDS = ("round", "accuracy", "accuracy_sensitive", "accuracy_server", "loss", "lr", "tripwire_warnings", "seconds")
+
+
 def write_page(
     out: Path,
     settings: TrainSettings,
@@ -42,9 +45,9 @@ def write_page(
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>gradveil: {escape(settings.model)} on {escape(settings.dataset)}</title><style>{_STYLE}</style></head><body>
 <h1>{escape(headline(settings, rows))}</h1>
-<p>{escape(note)}</p>
+{f"<p><strong>{alarms}</strong></p>" if (alarms := warnings_of(rows)) else ""}<p>{escape(note)}</p>
 <img alt="Accuracy and loss over the rounds" src="data:image/png;base64,{picture}">
-<h2>Rounds</h2>{_table(rows, ("round", "accuracy", "accuracy_sensitive", "accuracy_server", "loss", "lr", "seconds"))}
+<h2>Rounds</h2>{_table(rows, ROUNDS)}
 <h2>Clients, the worst first{" (50 of them)" if len(clients) > 50 else ""}</h2>
 <p>Accuracy of the final model on each client's own training images.</p>
 {_table(worst, ("client", "images", "accuracy_own", "accuracy_test"))}
@@ -83,6 +86,20 @@ def headline(settings: TrainSettings, rows: Sequence[Mapping[str, Any]]) -> str:
         f"{names}: after {last['round']} rounds with {settings.clients} clients, "
         f"{last['accuracy']:.2%} of the test images are recognised."
     )
+
+
+def warnings_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How often clients warned of the model that they received, in a sentence; "" where none did.
+
+    Example:
+        >>> warnings_of([{"tripwire_warnings": 2}, {"tripwire_warnings": 0}])
+        'Clients warned of traps in the model that they received: 2 warnings in 1 of 2 rounds.'
+    """
+    looked = [row["tripwire_warnings"] for row in rows if row.get("tripwire_warnings") is not None]
+    if not any(looked):
+        return ""
+    count = f"{sum(looked)} warning{'s' * (sum(looked) > 1)} in {sum(map(bool, looked))} of {len(looked)} rounds"
+    return f"Clients warned of traps in the model that they received: {count}."
 
 
 def command(settings: TrainSettings) -> str:

@@ -92,6 +92,8 @@ def _calls(network: nn.Module, shape: tuple[int, int, int]) -> list[Call]:
 
     def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if not inputs:
+                raise _refusal(f"{type(module).__name__} ({name}), which is called without inputs")
             calls.append((name, module, tuple(inputs[0].shape[1:]), tuple(output.shape[1:])))
             ends.append((inputs[0], output))
 

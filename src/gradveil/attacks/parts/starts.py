@@ -9,9 +9,11 @@ from torch import Tensor
 from gradveil.data.pictures import PICTURE_ENDINGS, read_pictures
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.models.space import Space
-from gradveil.threat import Observation
+from gradveil.threat import Knowledge, Observation
 
 STARTS = ("normal", "uniform", "patterned", "grey", "class-average", "public")
+NEEDS = {"class-average": frozenset({Knowledge.CLASS_AVERAGES}), "public": frozenset({Knowledge.PUBLIC_DATA})}
+"""What must be granted for a start."""
 _PATTERN = 4
 
 
