@@ -98,7 +98,7 @@ def test_what_keeps_it_from_decoding_is_said():
     _, _, few = look("mixup:k=2", rounds=1)
     rng = torch.Generator()
     assert "unmix needs several rounds" in Unmix()(few, rng).why[0]
-    assert Unmix().answer(few) == Encodings().answer(few) == ""
+    assert not any(Unmix()(few, rng).answers)
     _, _, other = look("ats", rounds=4)
     assert "unmix needs mixup or instahide" in Unmix()(other, rng).why[0]
     _, _, seen = look("mixup:k=2", rounds=2, grants=("encodings", "num-examples"))
