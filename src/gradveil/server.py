@@ -53,6 +53,12 @@ def sample_clients(settings: TrainSettings, sizes: Sequence[int], round_number: 
     return torch.multinomial(weights, count, replacement=True, generator=rng).tolist()
 
 
+def trained_clients(settings: TrainSettings, defence: Defence, sizes: Sequence[int], done: int) -> set[int]:
+    """The clients that have trained in the first ``done`` rounds."""
+    drawn = (sample_clients(settings, sizes, number) for number in range(1, done + 1))
+    return set(defence.early_clients(len(sizes)) if done else ()).union(*drawn)
+
+
 def update_weights(
     settings: TrainSettings, sizes: Sequence[int], drawn: Sequence[int], early: Sequence[int] = ()
 ) -> dict[int, float]:
