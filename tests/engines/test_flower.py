@@ -3,6 +3,7 @@
 import importlib
 import json
 import runpy
+import secrets
 import shutil
 import sys
 import tomllib
@@ -141,6 +142,17 @@ def test_what_is_drawn_at_a_site_is_fresh_unless_it_is_to_be_repeatable(settings
     assert not any(same(models[one], models[other]) for one, other in ((0, 1), (1, 2), (0, 2)))
 
 
+def test_what_is_drawn_at_a_site_can_not_be_tried_out(settings, tmp_path, monkeypatch):
+    settings = replace(settings, defence="fedkl:length=8", model="lenet5")
+    grid = LocalGrid(settings, tmp_path / "sites", repeatable=False)
+    training = flower_training(grid, settings, load_dataset(settings.dataset))
+    (next((tmp_path / "sites").glob("*/1")) / "begin-anew").touch()
+    bits, randbits = [], secrets.randbits
+    monkeypatch.setattr(secrets, "randbits", lambda count: bits.append(count) or randbits(count))
+    training.step(1)
+    assert bits == [256] * 7  # a site's training and scoring, and new keys for one
+
+
 def test_no_byte_of_a_key_or_lock_is_in_any_message(settings, tmp_path):
     settings = replace(settings, defence="fedkl:length=64", model="lenet5")
     _, _, grid = both(settings, tmp_path)
@@ -148,9 +160,9 @@ def test_no_byte_of_a_key_or_lock_is_in_any_message(settings, tmp_path):
     assert len(states) == CLIENTS * 2
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in states)
     wire = b"".join(grid.sent + grid.came)
-    secrets = [tensor for path in states for name, tensor in load_tensors(path).items() if "key_lock" in name]
-    assert {secret.dim() for secret in secrets} == {1, 2}
-    for secret in secrets:
+    hidden = [tensor for path in states for name, tensor in load_tensors(path).items() if "key_lock" in name]
+    assert {secret.dim() for secret in hidden} == {1, 2}
+    for secret in hidden:
         assert not any(row.numpy().tobytes()[:32] in wire for row in torch.atleast_2d(secret))
     assert b"key_lock" not in wire
     sent = message_from_proto(ProtoMessage.FromString(grid.came[CLIENTS])).content.array_records["tensors"]

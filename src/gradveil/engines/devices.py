@@ -196,7 +196,7 @@ class Devices:
         saved = folder.load_state(round_number) if self._stateful else None
         if self._server_private:
             if saved is None:
-                seed = secrets.randbits(63) if folder.begins_anew else self._seed  # the run's would give the old ones
+                seed = secrets.randbits(256) if folder.begins_anew else self._seed  # the run's would give the old ones
                 self._net.set_private(self._flat(f"client {number}", seed).private_tensors())
             else:
                 self._set_private(saved, number, folder)

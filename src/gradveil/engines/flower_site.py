@@ -118,7 +118,7 @@ def _open_site(context: Context, data: Callable[[Context], Dataset] | None) -> _
     if not left_out:
         defence.check_images(len(own.train), aux=bool(own.public))
     tripwire, device = str(node.get("tripwire", settings.tripwire)), str(node.get("device", settings.device))
-    seed = None if node.get("repeatable") is True else secrets.randbits(63)
+    seed = None if node.get("repeatable") is True else secrets.randbits(256)
     return _Site(number, replace(settings, tripwire=tripwire, device=device), defence, own, folder, seed)
 
 
