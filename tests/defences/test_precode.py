@@ -1,5 +1,6 @@
 """A variational bottleneck, its loss, and the ways around it."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from gradveil.attacks.parts.adaptive import countermoves
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.client import LocalSettings
 from gradveil.defences import Client, build_defence
-from gradveil.defences.base import Arrived
+from gradveil.defences.base import Arrived, Releases
 from gradveil.defences.precode import Bottleneck, divergence
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
@@ -108,6 +109,21 @@ def test_server_and_clients_share_the_bottleneck_and_it_trains(tiny):
     assert any("precode.encoder" in name for name in start)
     assert all(not torch.equal(start[name], tensor) for name, tensor in simulation.model.items())
     assert rows[-1]["accuracy"] > 0
+
+
+def test_an_empty_batch_has_no_divergence():
+    network, batch = make().train(), some()
+    plain = {name: torch.randn_like(p) for name, p in network.named_parameters()}
+    client = Client(0, 1, network, {}, batch, {}, {}, torch.Generator())
+    assert build_defence("precode:size=5").on_gradient(plain, batch[slice(0, 0)], client) is plain
+
+
+def test_it_trains_behind_dp_sgd_without_a_guarantee(tiny):
+    settings = replace(tiny, defence="dp-sgd+precode:size=8", model="mlp:hidden=8", rounds=1)
+    with Simulation(settings, workers=0) as simulation:
+        (row,) = simulation.run()
+        assert math.isfinite(row["loss"])
+        assert simulation.defence.budget(Releases(8, 4, 2, 1)) is None
 
 
 # --- who gets around it -----------------------------------------------------------------------------------------------

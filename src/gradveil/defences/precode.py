@@ -82,7 +82,7 @@ class Precode(Defence):
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
         """Add the gradient of the Kullback-Leibler term."""
-        if not self.beta:
+        if not self.beta or not len(batch):  # e.g. of Poisson sampling
             return gradient
         network = copy.deepcopy(client.model)  # BatchNorm must not count the batch twice
         ((name, bottleneck),) = ((n, layer) for n, layer in network.named_modules() if isinstance(layer, Bottleneck))
