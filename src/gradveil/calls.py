@@ -51,17 +51,19 @@ class Calls(NamedTuple):
     layers: list[Call]
     last: Node | None
 
+    def steps(self, stop: Node | None = None) -> set[Node]:
+        """All steps that the network's result comes from; those before ``stop`` only if they reach it around that."""
+        found, left = set[Node](), [self.last]
+        while left:
+            step = left.pop()
+            if step is not None and step not in found:
+                found.add(step)
+                left += [before for before, _ in step.next_functions] if step is not stop else []
+        return found
+
     def uses(self, step: Node | None) -> int:
         """How often a step's result is used on the way to the network's."""
-        count, seen, left = 0, {self.last}, [self.last]
-        while left:
-            node = left.pop()
-            for before, _ in node.next_functions if node is not None else ():
-                count += before is step
-                if before not in seen:
-                    seen.add(before)
-                    left.append(before)
-        return count
+        return sum(before is step for user in self.steps() for before, _ in user.next_functions)
 
 
 def calls_on_blank(network: nn.Module, shape: tuple[int, int, int]) -> Calls:

@@ -99,6 +99,72 @@ def test_every_model_of_the_zoo_gets_one_before_its_last_layer(model):
         "linear",
     ]
     assert network(torch.rand(2, *shape)).shape == (2, 3)
+    build_defence("precode:size=5").check(network, shape)
+
+
+class Own(nn.Module):
+    """A user's network; with ``traced=False`` it branches on the data, which can't be traced."""
+
+    def __init__(self, way, *, traced=True):
+        super().__init__()
+        self.way, self.traced = way, traced
+        self.last, self.gate, self.conv = nn.Linear(144, 3), nn.Linear(144, 144), nn.Conv2d(1, 3, 12)
+
+    def forward(self, images):
+        if not self.traced and images.sum() > 1e9:
+            return images
+        return self.way(self, images, images.flatten(1))
+
+
+def gated(net, images, flat):
+    return net.last(flat * net.gate(flat).sigmoid())
+
+
+def softened(net, images, flat):
+    return net.last(flat).log_softmax(1)
+
+
+def beside(net, images, flat):
+    return net.conv(images).flatten(1) + net.last(flat)
+
+
+def behind(net, images, flat):
+    return net.conv(net.gate(flat).view_as(images)).flatten(1)
+
+
+def unused(net, images, flat):
+    return net.conv(images).flatten(1) + 0 * net.last(flat).detach()
+
+
+def twice(net, images, flat):
+    return net.last(flat) + net.last(-flat)
+
+
+def own_with_bottleneck(network):
+    defence = build_defence("precode:size=5")
+    result = defence.on_model(network, torch.Generator().manual_seed(0))
+    defence.check(result, (1, 12, 12))
+    return next(name for name, layer in result.named_modules() if isinstance(layer, Bottleneck))
+
+
+@pytest.mark.parametrize("way", [gated, softened])
+def test_in_a_users_network_it_stands_before_the_layer_that_is_called_last(way):
+    assert own_with_bottleneck(Own(way)) == "last.precode"
+
+
+@pytest.mark.parametrize(
+    ("network", "found"),
+    [
+        (Own(gated, traced=False), r"'gate\.linear', 'last'"),
+        (Own(beside), r"'conv', 'last\.linear'"),
+        (Own(behind), r"'gate\.linear', 'conv'"),
+        (Own(unused), "'conv'"),
+        (Own(twice), r"'last\.precode\.encoder', 'last\.precode\.decoder', 'last\.linear'"),
+    ],
+)
+def test_a_network_whose_result_comes_from_elsewhere_is_refused_before_any_work(network, found):
+    with pytest.raises(ConfigError, match=rf"alone must give the network's result, got it from {found}\."):
+        own_with_bottleneck(network)
 
 
 def test_server_and_clients_share_the_bottleneck_and_it_trains(tiny):
