@@ -600,6 +600,14 @@ def test_a_lost_key_stops_the_client_until_it_is_told_to_begin_anew(begun):
     assert not (client / "begin-anew").exists()
 
 
+def test_a_lock_that_is_older_than_the_last_round_is_not_gone_on_from(begun):
+    go_on(begun)
+    (begun / "clients" / "1" / "private" / "state-000002.safetensors").unlink()
+    settings = TrainSettings(**{**vars(RUN), "save_rounds": (), "rounds": 3})
+    with pytest.raises(RunFolderError, match="after round 2, got none: it is lost"):
+        train(settings, begun, resume=True, workers=0)
+
+
 def test_a_key_that_others_can_read_is_refused(begun):
     (path,) = (begun / "clients" / "2" / "private").glob("state-*")
     path.chmod(0o644)

@@ -306,6 +306,10 @@ def test_a_site_that_lost_all_its_files_stops_until_it_is_told_to_begin_anew(set
     (key,) = (name for name in after if name.endswith(".key"))
     assert not torch.equal(after[key], before[key])
     training.step(3)
+    for state in site.glob("private/state-*3.safetensors"):
+        state.unlink()
+    with pytest.raises(RunFolderError, match=r"Client 1 sent nothing\. .* after round 3, got none"):
+        training.client_rows(3)
 
 
 def test_a_site_that_has_not_trained_yet_needs_no_key(settings, tmp_path):

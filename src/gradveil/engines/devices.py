@@ -184,7 +184,7 @@ class Devices:
         return score(self._net.module, batch.to(self._settings.device))
 
     def require_state(self, number: int, round_number: int) -> None:
-        """Raise where a client that trained before this round has lost the private parts of its model."""
+        """Raise where a client that trained in this round has lost the private parts of its model since."""
         if self._server_private:
             self._private_folder(number).require_state(round_number)
 

@@ -24,7 +24,7 @@ from gradveil.engines.simulation import check_choices, chosen_normalisation, ref
 from gradveil.engines.training import Training, record
 from gradveil.errors import ConfigError, WorkerError, named_error
 from gradveil.run_folder import RunFolder
-from gradveil.server import Engine, ScoreRequest, trained_clients
+from gradveil.server import Engine, ScoreRequest, last_rounds
 from gradveil.tripwire import announce
 from gradveil.types import Tensors, Update
 
@@ -126,9 +126,9 @@ class FlowerEngine:
         return {"model": arrays, "round": number, "network": self._network}
 
     def _before(self, done: int) -> list[dict[str, ConfigRecord]]:
-        """What each client is told of the rounds done: whether it trained, so that it misses what it lost since."""
-        trained = trained_clients(self._settings, self._defence, self.sizes, done)
-        return [{"before": ConfigRecord({"trained": client in trained})} for client in range(len(self.sizes))]
+        """The round, of those done, in which each client trained last (0: in none), so that it misses what it lost."""
+        last = last_rounds(self._settings, self._defence, self.sizes, done)
+        return [{"before": ConfigRecord({"trained": last.get(client, 0)})} for client in range(len(self.sizes))]
 
     def _present(self, count: int, wait: float) -> list[int]:
         """The nodes, once they are all there."""

@@ -187,8 +187,8 @@ def _introduce(site: _Site, content: RecordDict) -> RecordDict:
 
 def _train(site: _Site, content: RecordDict) -> RecordDict:
     devices, number = site.devices(content), config(content, "round")["number"]
-    if config(content, "before")["trained"]:
-        devices.require_state(site.number, number)
+    if last := config(content, "before")["trained"]:
+        devices.require_state(site.number, last)
     received = devices.net.shared_vector(tensors(content.array_records["model"]))
     public, lr = tensors(content.array_records["public"]), config(content, "step")["lr"]
     with warnings.catch_warnings(action="ignore", category=TripwireWarning), hearing() as alarms:
@@ -204,8 +204,8 @@ def _score(site: _Site, content: RecordDict) -> RecordDict:
     devices, number = site.devices(content), config(content, "round")["number"]
     received = devices.net.shared_vector(tensors(content.array_records["model"]))
     asked = config(content, "requests")
-    if config(content, "before")["trained"] and any(asked["own"]):
-        devices.require_state(site.number, number + 1)
+    if (last := config(content, "before")["trained"]) and any(asked["own"]):
+        devices.require_state(site.number, last)
     scores = []
     for images, own in zip(asked["images"], asked["own"], strict=True):
         request = ScoreRequest(images, site.number if own else None)

@@ -21,7 +21,7 @@ from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError
 from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation, parse_normalisation
-from gradveil.server import Engine, trained_clients
+from gradveil.server import Engine, last_rounds
 from gradveil.storage import PrivateFolder
 
 
@@ -94,8 +94,8 @@ class Simulation(Training):
         super().resume(model, server_state, done)
         if not self.net.has_private:
             return
-        for client in sorted(trained_clients(self.settings, self.defence, self.sizes, done)):
-            PrivateFolder(self._clients / str(client) / "private").require_state(done + 1)
+        for client, last in sorted(last_rounds(self.settings, self.defence, self.sizes, done).items()):
+            PrivateFolder(self._clients / str(client) / "private").require_state(last)
 
     def __enter__(self) -> "Simulation":
         return self
