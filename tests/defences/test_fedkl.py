@@ -534,6 +534,10 @@ def test_a_saved_round_can_be_attacked_with_the_lock_searched(tmp_path):
     other = replace(spec, defence="fedkl:blocks=conv2")
     with pytest.raises(ConfigError, match=r"must have the names and shapes of the network.*conv1"):
         attack_files(folder / "model.safetensors", [update], other, "gs:iterations=2", tmp_path / "other")
+    with pytest.raises(ConfigError, match=r'under defence .fedkl:length=64.: put `defence = "fedkl:length=64"` into'):
+        attack_files(
+            folder / "model.safetensors", [update], replace(spec, defence=""), "gs:iterations=2", tmp_path / "x"
+        )
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
