@@ -1,5 +1,6 @@
 """Named random streams: equal names give equal draws, others unrelated ones, and nothing global is touched."""
 
+import hashlib
 import random
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.randomness import derive_seed, stream
+from gradveil.randomness import SECRET, derive_seed, global_stream, stream
 
 PURPOSES = st.lists(st.one_of(st.text(max_size=8), st.integers(-(2**70), 2**70)), max_size=4).map(tuple)
 
@@ -56,3 +57,52 @@ def test_global_generators_are_left_alone():
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
     assert np.array_equal(before[2], np.random.get_state()[1])  # noqa: NPY002
+
+
+# --- seeds that nobody may guess --------------------------------------------------------------------------------------
+
+
+def same_draws(one, other):
+    return torch.equal(torch.rand(50, generator=one), torch.rand(50, generator=other))
+
+
+def test_all_bits_of_a_secret_seed_count():
+    seed = SECRET + 5
+    assert same_draws(stream(seed, "key", 1), stream(seed, "key", 1))
+    others = [stream(5, "key", 1), stream(seed, "key", 2), *(stream(seed + 2**bit, "key", 1) for bit in (32, 64, 255))]
+    assert not any(same_draws(stream(seed, "key", 1), other) for other in others)
+
+
+def test_a_secret_stream_is_not_among_those_of_32_bits():
+    seed = derive_seed(SECRET, "key")
+    assert same_draws(torch.Generator().manual_seed(derive_seed(7, "key")), stream(7, "key"))
+    assert not same_draws(torch.Generator().manual_seed(seed), stream(SECRET, "key"))
+
+
+def test_a_secret_stream_is_numpys_mersenne_twister_with_the_hash_as_its_state():
+    digest = hashlib.shake_256(repr((SECRET, "key")).encode()).digest(4 * 624)
+    twister = np.random.MT19937()
+    twister.state = {"bit_generator": "MT19937", "state": {"key": np.frombuffer(digest, "<u4"), "pos": 624}}
+    drawn = torch.randint(2**24, (2000,), generator=stream(SECRET, "key"))
+    assert np.array_equal(drawn.numpy(), twister.random_raw(2000) % 2**24)
+
+
+def test_secret_streams_are_uniform_and_normal():
+    rng = stream(SECRET + 2**200, "noise")
+    uniform, normal = torch.rand(100_000, generator=rng), torch.randn(100_000, generator=rng)
+    assert abs(uniform.mean() - 0.5) < 0.005
+    assert abs(uniform.var() - 1 / 12) < 0.002
+    assert abs(normal.mean()) < 0.02
+    assert abs(normal.var() - 1) < 0.03
+    assert abs(torch.corrcoef(uniform.view(2, -1))[0, 1]) < 0.03
+
+
+def test_layers_draw_from_secret_streams_too():
+    before = torch.get_rng_state()
+    drawn = []
+    for seed in (SECRET, SECRET, SECRET + 2**64):
+        with global_stream(seed, "layers"):
+            drawn.append(torch.randn(9))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(before, torch.get_rng_state())

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradveil.config import TrainSettings
-from gradveil.defences import Defence
+from gradveil.defences import Defence, build_defence
 from gradveil.errors import DefenceError, DivergedError
-from gradveil.server import Aggregate, learning_rate, play_round, sample_clients, update_weights
+from gradveil.server import Aggregate, last_rounds, learning_rate, play_round, sample_clients, update_weights
 from gradveil.types import Update
 
 
@@ -34,6 +34,13 @@ def test_sampling_with_replacement_has_the_stated_frequencies(sampling, expected
     settings = TrainSettings(clients=2, sampled=4000, sampling=sampling)
     counts = Counter(sample_clients(settings, [10, 90], 1))
     assert [counts[client] / 4000 for client in range(2)] == pytest.approx(expected, abs=0.03)
+
+
+def test_the_last_round_of_each_client_is_known():
+    settings = TrainSettings(clients=9, sampled=2)
+    expected = {client: number for number in (1, 2, 3) for client in (8, *sample_clients(settings, [1] * 9, number))}
+    assert last_rounds(settings, build_defence("entangle:guards=8"), [1] * 9, 3) == expected
+    assert last_rounds(settings, build_defence("none"), [1] * 9, 0) == {}
 
 
 @given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=8), data=st.data())

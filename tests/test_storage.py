@@ -203,8 +203,21 @@ def test_a_damaged_state_is_refused_not_forgotten(tmp_path):
     folder = PrivateFolder(tmp_path / "private")
     folder.save_state(1, {"n": torch.ones(1)})
     (folder.path / "state-000001.safetensors").write_bytes(b"")
-    with pytest.raises(DataError, match="state-000001"):
+    with pytest.raises(DataError, match=r"state-000001.* is damaged\. Restore it .* make the empty file .*begin-anew"):
         folder.load_state(2)
+
+
+def test_files_whose_names_are_no_rounds_are_left_alone(tmp_path):
+    folder = PrivateFolder(tmp_path / "private")
+    for round_number in (1, 2, 3):
+        folder.save_state(round_number, {"n": torch.tensor(round_number)})
+        (folder.path / "state-foo.safetensors").touch()
+    assert number(folder.load_state(4)) == 3
+    for path in folder.path.glob("state-0*"):
+        path.unlink()
+    with pytest.raises(RunFolderError, match="it is lost"):
+        folder.load_state(4)
+    assert files(folder.path) == ["state-foo.safetensors"]
 
 
 def test_a_lost_state_is_refused_and_one_of_a_round_that_is_played_again_is_not_lost(tmp_path):
@@ -227,10 +240,12 @@ def test_a_lost_state_is_refused_and_one_of_a_round_that_is_played_again_is_not_
 
 def test_a_client_that_trained_must_have_its_state(tmp_path):
     folder = PrivateFolder(tmp_path / "0" / "private")
-    with pytest.raises(RunFolderError, match="it is lost"):
-        folder.require_state(2)
+    with pytest.raises(RunFolderError, match="after round 1, got none: it is lost"):
+        folder.require_state(1)
     folder.save_state(1, {"n": torch.ones(1)})
-    folder.require_state(2)
+    folder.require_state(1)
+    with pytest.raises(RunFolderError, match="after round 2, got none"):  # an older one won't do
+        folder.require_state(2)
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "begin-anew").touch()
     PrivateFolder(tmp_path / "1" / "private").require_state(2)

@@ -1,5 +1,6 @@
 """Attack updates that were saved as files, by whatever framework, and leave pictures and numbers in a folder."""
 
+import json
 import math
 import time
 import warnings
@@ -29,7 +30,7 @@ from gradveil.randomness import stream
 from gradveil.received import received
 from gradveil.report.pictures import strip_png
 from gradveil.run_folder import RunFolder, to_lines
-from gradveil.storage import load_tensors, to_safetensors, write_atomic
+from gradveil.storage import load_tensors, read_metadata, to_safetensors, write_atomic
 from gradveil.threat import Observation, Reconstruction
 from gradveil.types import Batch
 from gradveil.update_spec import UpdateSpec
@@ -129,7 +130,10 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
         network = defended(network, defence, 0, "server")
         hold_private(network, defence)
     _check_file(model_file)
-    load_weights(network, model_file, defence.private if defence else lambda _: False)
+    try:
+        load_weights(network, model_file, defence.private if defence else lambda _: False)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_other_defence(model_file, spec.defence)}") from error
     check_output(network.to(device), shape, spec.num_classes, device)
     return received(
         network,
@@ -144,6 +148,15 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
         defence=defence,
         public_data=_public(spec.public_data, shape, device) if spec.public_data else None,
     )
+
+
+def _other_defence(model_file: Path, given: str) -> str:
+    """What to do where a file that does not fit says that it was saved under another defence than the one given."""
+    with suppress(DataError):
+        saved = read_metadata(model_file).get("defence", "")
+        if saved and saved != (given or "none"):
+            return f" The file was saved under defence {saved!r}: put `defence = {json.dumps(saved)}` into the spec."
+    return ""
 
 
 PUBLIC = 500

@@ -53,6 +53,14 @@ def sample_clients(settings: TrainSettings, sizes: Sequence[int], round_number: 
     return torch.multinomial(weights, count, replacement=True, generator=rng).tolist()
 
 
+def last_rounds(settings: TrainSettings, defence: Defence, sizes: Sequence[int], done: int) -> dict[int, int]:
+    """Of the first ``done`` rounds the last in which each client trained; without those that have not."""
+    early, found = defence.early_clients(len(sizes)), dict[int, int]()
+    for number in range(1, done + 1):
+        found |= dict.fromkeys([*early, *sample_clients(settings, sizes, number)], number)
+    return found
+
+
 def update_weights(
     settings: TrainSettings, sizes: Sequence[int], drawn: Sequence[int], early: Sequence[int] = ()
 ) -> dict[int, float]:

@@ -1,6 +1,7 @@
 """Files that are whole or not there: atomic writes, and a device's private folder."""
 
 import json
+import math
 import os
 import stat
 from collections.abc import Mapping
@@ -109,25 +110,24 @@ class PrivateFolder:
         versions = self._versions(before=round_number)
         if versions:
             return _load_private(self._state_path(versions[-1]))
-        nothing = not any(self.path.glob("state-*.safetensors"))
-        if self._mark.exists() and (nothing or self._first_round() < round_number):
+        if self._mark.exists() and (not self._versions() or self._first_round() < round_number):
             raise self._lost()
         return None
 
     def require_state(self, round_number: int) -> None:
-        """Raise where a client that trained before this round has no state of that, and does not begin anew."""
-        if not self._versions(before=round_number) and not self.begins_anew:
-            raise self._lost()
+        """Raise where a client that last trained in this round has no state of it, and does not begin anew."""
+        if round_number not in self._versions() and not self.begins_anew:
+            raise self._lost(f" after round {round_number}")
 
     @property
     def begins_anew(self) -> bool:
         """Whether the client is to forget its state, and to draw new secrets."""
         return self._anew.exists()
 
-    def _lost(self) -> RunFolderError:
+    def _lost(self, when: str = "") -> RunFolderError:
         return RunFolderError(
-            f"{self.path} must hold the client's private state (keys, locks), got none: it is lost. Restore it from a "
-            f"copy, or make the empty file {self._anew} to let the client begin with new secrets."
+            f"{self.path} must hold the client's private state (keys, locks){when}, got none: it is lost. Restore it "
+            f"from a copy, or make the empty file {self._anew} to let the client begin with new secrets."
         )
 
     def _first_round(self) -> int:
@@ -162,9 +162,10 @@ class PrivateFolder:
     def _state_path(self, round_number: int) -> Path:
         return self.path / f"state-{round_number:06d}.safetensors"
 
-    def _versions(self, before: int) -> list[int]:
-        found = (int(path.stem.removeprefix("state-")) for path in self.path.glob("state-*.safetensors"))
-        return sorted(version for version in found if version < before)
+    def _versions(self, before: float = math.inf) -> list[int]:
+        """Rounds before this one whose state is there; files of other names are not ours."""
+        names = (path.stem.removeprefix("state-") for path in self.path.glob("state-*.safetensors"))
+        return sorted(int(name) for name in names if name.isdecimal() and int(name) < before)
 
 
 def forget_states(clients: Path) -> None:
@@ -176,15 +177,22 @@ def forget_states(clients: Path) -> None:
 
 def _load_private(path: Path) -> dict[str, Tensor]:
     """Load a private file; one that others than its owner can open is refused, for it may be known already."""
+    anew = path.parent.parent / "begin-anew"
     mode = stat.S_IMODE(path.stat().st_mode)
     if os.name == "posix" and mode & 0o077:
         raise RunFolderError(
             f"{path} must have mode 0600, got {mode:04o}: others may have read it. "
-            f"If nobody has, run `chmod 600 {path}`; else make the empty file {path.parent.parent / 'begin-anew'}: "
-            "the client begins with new secrets."
+            f"If nobody has, run `chmod 600 {path}`; else make the empty file {anew} to let the client begin "
+            "with new secrets."
         )
-    tensors = load_tensors(path)
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise DataError(f"{path} must hold finite numbers, got others in {name}: it is damaged. Restore a copy.")
+    try:
+        tensors = load_tensors(path)
+        for name, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                raise DataError(f"{path} must hold finite numbers, got others in {name}.")
+    except DataError as error:
+        raise DataError(
+            f"{error} It is damaged. Restore it from a copy, or make the empty file {anew} to let the client begin "
+            "with new secrets."
+        ) from error
     return tensors

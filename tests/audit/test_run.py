@@ -320,6 +320,21 @@ def test_what_would_make_every_cell_fail_is_found_before_any_work(small, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_network_that_a_defence_breaks_is_found_before_any_work(small, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "class Own(nn.Module):\n"
+        "    def __init__(self, shape, num_classes):\n"
+        "        super().__init__()\n"
+        "        self.conv = nn.Conv2d(shape[0], num_classes, shape[1:])\n"
+        "    def forward(self, images):\n"
+        "        return nn.functional.conv2d(images, self.conv.weight, self.conv.bias).flatten(1)\n"
+    )
+    with pytest.raises(ConfigError, match=r"must take images of shape .*no attribute 'weight'"):
+        audit(small(model=f"{tmp_path / 'own.py'}:Own", defences="fedkl:length=8"), tmp_path / "run", workers=0)
+    assert not (tmp_path / "run").exists()
+
+
 def test_lpips_is_measured_with_the_weights_of_the_data_root(small, tmp_path, real_data):
     result = audit(small(rounds=0, attacks="gs:iterations=2"), tmp_path / "run", workers=0, data_root=real_data)
     assert all(row["lpips"] > 0 and not row["why"] for row in result.rows)

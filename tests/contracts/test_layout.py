@@ -8,8 +8,8 @@ import gradveil
 
 ORDER = [
     "errors", "validate", "randomness", "types", "transforms", "progress", "registry", "config", "storage", "data",
-    "metrics", "models", "generators", "convolution", "layers", "grads", "leak", "accounting", "flat", "defences",
-    "client", "server", "threat", "received", "observe", "attacks", "tripwire", "run_folder", "engines",
+    "metrics", "models", "generators", "convolution", "layers", "grads", "calls", "leak", "accounting", "flat",
+    "defences", "client", "server", "threat", "received", "observe", "attacks", "tripwire", "run_folder", "engines",
     "membership", "report", "train", "audit", "score", "reproduce", "update_spec", "attack_files", "cli",
 ]  # fmt: skip
 SOURCE = Path(gradveil.__file__).parent

@@ -130,6 +130,8 @@ def test_text_round_trip_and_bad_names():
 def test_what_takes_the_gradient_anew_must_not_follow_what_changed_it():
     with pytest.raises(ConfigError, match=r"'dp-sgd' must come before 'gaussian'.*Swap them"):
         build_defence("gaussian:where=gradient+dp-sgd")
+    with pytest.raises(ConfigError, match=r"'dp-sgd' must come before 'precode'.*Swap them, though .* no guarantee"):
+        build_defence("precode+none+dp-sgd")
     assert build_defence("dp-sgd+gaussian:where=gradient").spec == "dp-sgd+gaussian:where=gradient"
     assert build_defence("gaussian+dp-sgd").spec == "gaussian+dp-sgd"  # one after the other, in a round
 

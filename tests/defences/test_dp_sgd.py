@@ -213,9 +213,17 @@ def test_the_number_of_images_sent_is_the_expected_one():
         assert DpSgd().on_update(Update({}, 9), client).num_examples == 4
 
 
-def test_dropout_drops_for_each_image():
+class OwnNoise(nn.Module):
+    """Draws in training, as a user's own layer or a variational bottleneck does."""
+
+    def forward(self, features):
+        return features + torch.randn_like(features) if self.training else features
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), OwnNoise()])
+def test_layers_draw_for_each_image(layer):
     torch.manual_seed(0)
-    model, batch = make_model(nn.Dropout(0.5)), make_data(3)
+    model, batch = make_model(layer), make_data(3)
     gradient = plain_gradient(model, batch)
     torch.manual_seed(7)
     found = replace(SHUFFLE, clip=0.3).on_gradient(gradient, batch, make_client(model, batch))

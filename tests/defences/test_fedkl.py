@@ -130,25 +130,160 @@ def test_a_users_network_keeps_its_normalisation_but_for_scale_and_shift(layers,
     assert lock.startswith("1" if len(layers) == 2 else "0")
 
 
-class Apart(nn.Module):
-    """Defines its convolutions first and its normalisations later, as some do; a branch on the data can't be traced."""
+class Own(nn.Module):
+    """A user's network; with ``traced=False`` it branches on the data, which can't be traced."""
 
-    def __init__(self, *, traced):
+    def __init__(self, *, traced=True):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
-        self.norm1, self.norm2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
         self.traced = traced
+        self.define()
 
     def forward(self, images):
         if not self.traced and images.sum() > 1e9:
             return images
-        return self.norm2(self.conv2(self.norm1(self.conv1(images)).relu())).flatten(1)
+        return self.way(images).flatten(1)
 
 
-@pytest.mark.parametrize(("traced", "locked"), [(True, ["norm1", "norm2"]), (False, ["conv1.locked", "norm1"])])
-def test_the_normalisation_that_a_convolution_feeds_is_locked_wherever_it_is_defined(traced, locked):
-    result = build_defence("fedkl:length=8,blocks=all").on_model(Apart(traced=traced), torch.Generator().manual_seed(0))
-    assert [name.removesuffix(".key_lock") for name in key_locks(result)] == locked
+class Apart(Own):
+    """Defines its convolutions first and its normalisations later, as some do."""
+
+    def define(self):
+        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
+        self.norm1, self.norm2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def way(self, images):
+        return self.norm2(self.conv2(self.norm1(self.conv1(images)).relu()))
+
+
+class Backward(Own):
+    """Defines last what it calls first."""
+
+    def define(self):
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+        self.stem = nn.Conv2d(1, 4, 3)
+
+    def way(self, images):
+        return self.body(self.stem(images).relu())
+
+
+class Aside(Own):
+    """Defines another convolution's normalisation behind its first."""
+
+    def define(self):
+        self.conv1, self.norm, self.conv2 = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)
+
+    def way(self, images):
+        return self.norm(self.conv2(self.conv1(images).relu()))
+
+
+class Skipped(Own):
+    """Uses what the convolution gives beside the normalisation too."""
+
+    def define(self):
+        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+
+    def way(self, images):
+        given = self.conv(images)
+        return given + self.norm(given)
+
+
+class InPlace(Skipped):
+    """Changes what the convolution gives on its way to the normalisation."""
+
+    def way(self, images):
+        return self.norm(self.conv(images).relu_())
+
+
+class Twice(Own):
+    """Calls one convolution twice, each time before another normalisation."""
+
+    def define(self):
+        self.conv, self.norm1, self.norm2 = nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1), nn.BatchNorm2d(1)
+
+    def way(self, images):
+        return self.norm2(self.conv(self.norm1(self.conv(images)).relu()))
+
+
+class Tied(Own):
+    """Has one convolution under two names."""
+
+    def define(self):
+        self.conv1 = self.conv2 = nn.Conv2d(1, 1, 3)
+
+    def way(self, images):
+        return self.conv2(self.conv1(images).relu())
+
+
+class Standardised(nn.Conv2d):
+    """A user's own kind of convolution."""
+
+    def forward(self, images):
+        return self._conv_forward(images, self.weight / self.weight.std(), self.bias)
+
+
+class OwnKind(Apart):
+    """Calls its own kind of convolution first."""
+
+    def define(self):
+        super().define()
+        self.conv1 = Standardised(1, 4, 3)
+
+
+def locked_and_checked(network, blocks):
+    defence = build_defence(f"fedkl:length=8,blocks={blocks}")
+    result = defence.on_model(network, torch.Generator().manual_seed(0))
+    before = list(result.state_dict()), result.training, torch.get_rng_state()
+    defence.check(result, (1, 12, 12))
+    assert (list(result.state_dict()), result.training) == before[:2]
+    assert torch.equal(before[2], torch.get_rng_state())
+    return [name.removesuffix(".key_lock") for name in key_locks(result)]
+
+
+@pytest.mark.parametrize(
+    ("network", "blocks", "locked"),
+    [
+        (Apart(), "all", ["norm1", "norm2"]),
+        (Apart(), "conv2", ["norm2"]),
+        (OwnKind(), "first", ["norm1"]),
+        (Backward(), "first", ["stem.locked"]),
+        (Backward(traced=False), "all", ["body.1", "stem.locked"]),
+        (Backward(traced=False), "stem", ["stem.locked"]),
+        (Aside(), "all", ["conv1.locked", "norm"]),
+        (Skipped(), "first", ["conv.locked"]),
+        (InPlace(), "first", ["conv.locked"]),
+    ],
+)
+def test_what_a_users_convolution_gives_is_locked_wherever_it_is_defined(network, blocks, locked):
+    assert locked_and_checked(network, blocks) == locked
+
+
+@pytest.mark.parametrize(
+    ("network", "blocks", "found"),
+    [
+        (Apart(traced=False), "all", "a call of 'conv2' whose result is used unlocked"),
+        (Apart(traced=False), "conv1", "'norm1' right behind 'conv1.locked', which takes the scales off again"),
+        (Backward(traced=False), "first", "a call of 'stem' whose result is used unlocked"),
+        (Aside(traced=False), "conv1", "a call of 'conv1' whose result is used unlocked"),
+        (Skipped(traced=False), "first", "a call of 'conv' whose result is used unlocked"),
+        (InPlace(traced=False), "first", "a call of 'conv' whose result is used unlocked"),
+        (Twice(), "all", "'norm1' right behind 'conv.locked', which takes the scales off again"),
+        (Twice(traced=False), "all", "a call of 'conv' whose result is used unlocked"),
+        (Tied(), "all", "a call of 'conv1.conv' whose result is used unlocked"),
+    ],
+)
+def test_a_network_that_would_be_locked_elsewhere_is_refused_before_any_work(network, blocks, found):
+    with pytest.raises(ConfigError, match=f"got {found}.*blocks=NAME"):
+        locked_and_checked(network, blocks)
+
+
+def test_a_lock_of_something_else_or_none_at_all_is_refused():
+    defence = build_defence("fedkl:length=8,blocks=conv1")
+    lock = defence.on_model(Apart(), torch.Generator()).norm1
+    astray = Apart()
+    astray.norm2 = nn.Sequential(nn.ReLU(), lock)
+    for network, found in ((astray, "'norm2.1' locked, which is given something else"), (Apart(), "none of them")):
+        with pytest.raises(ConfigError, match=found):
+            replace(defence, blocks=("other",)).check(network, (1, 12, 12))
 
 
 @pytest.mark.parametrize("model", [name for name in components("models") if name not in PLAIN])
@@ -163,6 +298,7 @@ def test_every_convolutional_model_of_the_zoo(model):
         network = defence.on_model(plain, torch.Generator().manual_seed(0)).eval()
         assert len(key_locks(network)) == count
         assert network(some_images(2, shape)).shape == (2, 3)
+        defence.check(network, shape)
         hidden = {name for name in network.state_dict() if defence.private(name)}
         assert hidden == {f"{name}.{part}" for name in key_locks(network) for part in ("key", "weight", "bias")}
 
@@ -398,6 +534,10 @@ def test_a_saved_round_can_be_attacked_with_the_lock_searched(tmp_path):
     other = replace(spec, defence="fedkl:blocks=conv2")
     with pytest.raises(ConfigError, match=r"must have the names and shapes of the network.*conv1"):
         attack_files(folder / "model.safetensors", [update], other, "gs:iterations=2", tmp_path / "other")
+    with pytest.raises(ConfigError, match=r'under defence .fedkl:length=64.: put `defence = "fedkl:length=64"` into'):
+        attack_files(
+            folder / "model.safetensors", [update], replace(spec, defence=""), "gs:iterations=2", tmp_path / "x"
+        )
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -462,6 +602,14 @@ def test_a_lost_key_stops_the_client_until_it_is_told_to_begin_anew(begun):
     (key,) = (name for name in after if name.endswith(".key"))
     assert not torch.equal(after[key], before[key])  # the run's seed would give the old one again
     assert not (client / "begin-anew").exists()
+
+
+def test_a_lock_that_is_older_than_the_last_round_is_not_gone_on_from(begun):
+    go_on(begun)
+    (begun / "clients" / "1" / "private" / "state-000002.safetensors").unlink()
+    settings = TrainSettings(**{**vars(RUN), "save_rounds": (), "rounds": 3})
+    with pytest.raises(RunFolderError, match="after round 2, got none: it is lost"):
+        train(settings, begun, resume=True, workers=0)
 
 
 def test_a_key_that_others_can_read_is_refused(begun):

@@ -1,5 +1,6 @@
 """A variational bottleneck, its loss, and the ways around it."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from gradveil.attacks.parts.adaptive import countermoves
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.client import LocalSettings
 from gradveil.defences import Client, build_defence
-from gradveil.defences.base import Arrived
+from gradveil.defences.base import Arrived, Releases
 from gradveil.defences.precode import Bottleneck, divergence
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
@@ -98,6 +99,72 @@ def test_every_model_of_the_zoo_gets_one_before_its_last_layer(model):
         "linear",
     ]
     assert network(torch.rand(2, *shape)).shape == (2, 3)
+    build_defence("precode:size=5").check(network, shape)
+
+
+class Own(nn.Module):
+    """A user's network; with ``traced=False`` it branches on the data, which can't be traced."""
+
+    def __init__(self, way, *, traced=True):
+        super().__init__()
+        self.way, self.traced = way, traced
+        self.last, self.gate, self.conv = nn.Linear(144, 3), nn.Linear(144, 144), nn.Conv2d(1, 3, 12)
+
+    def forward(self, images):
+        if not self.traced and images.sum() > 1e9:
+            return images
+        return self.way(self, images, images.flatten(1))
+
+
+def gated(net, images, flat):
+    return net.last(flat * net.gate(flat).sigmoid())
+
+
+def softened(net, images, flat):
+    return net.last(flat).log_softmax(1)
+
+
+def beside(net, images, flat):
+    return net.conv(images).flatten(1) + net.last(flat)
+
+
+def behind(net, images, flat):
+    return net.conv(net.gate(flat).view_as(images)).flatten(1)
+
+
+def unused(net, images, flat):
+    return net.conv(images).flatten(1) + 0 * net.last(flat).detach()
+
+
+def twice(net, images, flat):
+    return net.last(flat) + net.last(-flat)
+
+
+def own_with_bottleneck(network):
+    defence = build_defence("precode:size=5")
+    result = defence.on_model(network, torch.Generator().manual_seed(0))
+    defence.check(result, (1, 12, 12))
+    return next(name for name, layer in result.named_modules() if isinstance(layer, Bottleneck))
+
+
+@pytest.mark.parametrize("way", [gated, softened])
+def test_in_a_users_network_it_stands_before_the_layer_that_is_called_last(way):
+    assert own_with_bottleneck(Own(way)) == "last.precode"
+
+
+@pytest.mark.parametrize(
+    ("network", "found"),
+    [
+        (Own(gated, traced=False), r"'gate\.linear', 'last'"),
+        (Own(beside), r"'conv', 'last\.linear'"),
+        (Own(behind), r"'gate\.linear', 'conv'"),
+        (Own(unused), "'conv'"),
+        (Own(twice), r"'last\.precode\.encoder', 'last\.precode\.decoder', 'last\.linear'"),
+    ],
+)
+def test_a_network_whose_result_comes_from_elsewhere_is_refused_before_any_work(network, found):
+    with pytest.raises(ConfigError, match=rf"alone must give the network's result, got it from {found}\."):
+        own_with_bottleneck(network)
 
 
 def test_server_and_clients_share_the_bottleneck_and_it_trains(tiny):
@@ -108,6 +175,21 @@ def test_server_and_clients_share_the_bottleneck_and_it_trains(tiny):
     assert any("precode.encoder" in name for name in start)
     assert all(not torch.equal(start[name], tensor) for name, tensor in simulation.model.items())
     assert rows[-1]["accuracy"] > 0
+
+
+def test_an_empty_batch_has_no_divergence():
+    network, batch = make().train(), some()
+    plain = {name: torch.randn_like(p) for name, p in network.named_parameters()}
+    client = Client(0, 1, network, {}, batch, {}, {}, torch.Generator())
+    assert build_defence("precode:size=5").on_gradient(plain, batch[slice(0, 0)], client) is plain
+
+
+def test_it_trains_behind_dp_sgd_without_a_guarantee(tiny):
+    settings = replace(tiny, defence="dp-sgd+precode:size=8", model="mlp:hidden=8", rounds=1)
+    with Simulation(settings, workers=0) as simulation:
+        (row,) = simulation.run()
+        assert math.isfinite(row["loss"])
+        assert simulation.defence.budget(Releases(8, 4, 2, 1)) is None
 
 
 # --- who gets around it -----------------------------------------------------------------------------------------------

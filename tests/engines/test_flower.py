@@ -3,6 +3,8 @@
 import importlib
 import json
 import runpy
+import secrets
+import shutil
 import sys
 import tomllib
 from dataclasses import asdict, replace
@@ -140,6 +142,17 @@ def test_what_is_drawn_at_a_site_is_fresh_unless_it_is_to_be_repeatable(settings
     assert not any(same(models[one], models[other]) for one, other in ((0, 1), (1, 2), (0, 2)))
 
 
+def test_what_is_drawn_at_a_site_can_not_be_tried_out(settings, tmp_path, monkeypatch):
+    settings = replace(settings, defence="fedkl:length=8", model="lenet5")
+    grid = LocalGrid(settings, tmp_path / "sites", repeatable=False)
+    training = flower_training(grid, settings, load_dataset(settings.dataset))
+    (next((tmp_path / "sites").glob("*/1")) / "begin-anew").touch()
+    bits, randbits = [], secrets.randbits
+    monkeypatch.setattr(secrets, "randbits", lambda count: bits.append(count) or randbits(count))
+    training.step(1)
+    assert bits == [256] * 7  # a site's training and scoring, and new keys for one
+
+
 def test_no_byte_of_a_key_or_lock_is_in_any_message(settings, tmp_path):
     settings = replace(settings, defence="fedkl:length=64", model="lenet5")
     _, _, grid = both(settings, tmp_path)
@@ -147,9 +160,9 @@ def test_no_byte_of_a_key_or_lock_is_in_any_message(settings, tmp_path):
     assert len(states) == CLIENTS * 2
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in states)
     wire = b"".join(grid.sent + grid.came)
-    secrets = [tensor for path in states for name, tensor in load_tensors(path).items() if "key_lock" in name]
-    assert {secret.dim() for secret in secrets} == {1, 2}
-    for secret in secrets:
+    hidden = [tensor for path in states for name, tensor in load_tensors(path).items() if "key_lock" in name]
+    assert {secret.dim() for secret in hidden} == {1, 2}
+    for secret in hidden:
         assert not any(row.numpy().tobytes()[:32] in wire for row in torch.atleast_2d(secret))
     assert b"key_lock" not in wire
     sent = message_from_proto(ProtoMessage.FromString(grid.came[CLIENTS])).content.array_records["tensors"]
@@ -275,6 +288,54 @@ def test_a_lost_key_stops_the_client(settings, tmp_path):
         state.unlink()
     with pytest.raises(RunFolderError, match=r"Client 1 sent nothing\. .* it is lost"):
         training.step(2)
+
+
+def test_a_site_that_lost_all_its_files_stops_until_it_is_told_to_begin_anew(settings, tmp_path):
+    settings = replace(settings, defence="fedkl:length=8", model="lenet5", rounds=3)
+    training = flower_training(LocalGrid(settings, tmp_path / "sites"), settings, load_dataset(settings.dataset))
+    training.step(1)
+    (site,) = (tmp_path / "sites").glob("*/1")
+    (before,) = (load_tensors(path) for path in site.glob("private/state-*"))
+    shutil.rmtree(site)
+    for again in (lambda: training.step(2), lambda: training.client_rows(1)):
+        with pytest.raises(RunFolderError, match=r"Client 1 sent nothing\. .* it is lost.*begin-anew"):
+            again()
+    (site / "begin-anew").touch()
+    training.step(2)
+    (after,) = (load_tensors(path) for path in site.glob("private/state-*"))
+    (key,) = (name for name in after if name.endswith(".key"))
+    assert not torch.equal(after[key], before[key])
+    training.step(3)
+    for state in site.glob("private/state-*3.safetensors"):
+        state.unlink()
+    with pytest.raises(RunFolderError, match=r"Client 1 sent nothing\. .* after round 3, got none"):
+        training.client_rows(3)
+
+
+def test_a_site_that_has_not_trained_yet_needs_no_key(settings, tmp_path):
+    settings = replace(settings, defence="fedkl:length=8", model="lenet5", sampled=1, rounds=1)
+    training = flower_training(LocalGrid(settings, tmp_path / "sites"), settings, load_dataset(settings.dataset))
+    training.step(1)
+    assert len(list((tmp_path / "sites").rglob("state-*"))) == 1
+    assert len(training.client_rows(1)) == CLIENTS
+
+
+def test_new_images_and_a_wish_to_begin_anew_begin_anew(settings, own_sets):
+    settings = replace(settings, defence=f"{PROBES}:Blacken", model="logistic")
+    folder = own_sets / "sites"
+
+    def site_with(number):
+        nodes = {7 + n: {"partition-id": n, "data": str(own_sets / f"own-{number}.npz")} for n in range(CLIENTS)}
+        return flower_training(LocalGrid(settings, folder, nodes), settings, load_dataset(settings.dataset))
+
+    site_with(0).step(1)
+    sites = list(folder.glob("*/*"))
+    for site in sites:
+        shutil.rmtree(site)
+        site.mkdir()
+        (site / "begin-anew").touch()
+    site_with(1).step(2)
+    assert not any((site / "begin-anew").exists() for site in sites)  # or all would be made anew in every round
 
 
 def with_a_trap(settings, folder, **node_config):

@@ -93,7 +93,9 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     for defence in defences:
         defence.early_clients(settings.clients)
         defence.check_images(settings.images, aux=bool(settings.aux) or not settings.rounds)
-        defence.check(defended(copy.deepcopy(network), defence, settings.seed, "server"), dataset.shape)
+        changed = defended(copy.deepcopy(network), defence, settings.seed, "server")
+        check_output(changed, dataset.shape, dataset.num_classes, torch.device("cpu"))
+        defence.check(changed, dataset.shape)
     if settings.rounds:
         dealt = federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)
         for defence in defences:

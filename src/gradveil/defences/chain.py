@@ -75,11 +75,12 @@ class Chain(Defence):
         object.__setattr__(self, "needs_aux", any(defence.needs_aux for defence in self.defences))
         object.__setattr__(self, "fewest_images", max((d.fewest_images for d in self.defences), default=1))
         object.__setattr__(self, "marked_only", any(defence.marked_only for defence in self.defences))
-        for before, defence in itertools.pairwise(self.defences):
+        for before, defence in itertools.combinations(self.defences, 2):
             if defence.takes_own_gradient and before.overrides("on_gradient"):
+                lost = f", though {before.name!r} looks at the images, so that no guarantee is left"
                 raise ConfigError(
                     f"{defence.name!r} must come before {before.name!r} in a chain, for it takes the gradient anew, "
-                    f"got {self.spec!r}. Swap them."
+                    f"got {self.spec!r}. Swap them{'' if before.post_processing else lost}."
                 )
 
     @property

@@ -143,9 +143,14 @@ class DpSgd(Defence):
 
 
 def _gradients(network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Each example's gradient of the network as it trains; one by one where Dropout draws anew in every pass."""
+    """Each example's gradient of the network as it trains; one by one where layers draw anew in every pass."""
     if not any(isinstance(layer, _DropoutNd) and layer.training for layer in network.modules()):
-        return example_gradients(network, batch.images, batch.labels)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return example_gradients(network, batch.images, batch.labels)
+        except RuntimeError as error:
+            if "randomness error mode" not in str(error):  # torch.func's own words for a network that draws
+                raise
     wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     rows = []
     for index in range(len(batch)):

@@ -4,19 +4,19 @@ import copy
 import itertools
 import math
 import os
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from gradveil.calls import Calls, calls_on_blank, traced_calls
 from gradveil.defences.base import Arrived, Countermove, Defence
 from gradveil.errors import ConfigError
 from gradveil.randomness import stream
@@ -30,6 +30,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _NAME = "key_lock"
 """The part of a tensor's name that says that it is private."""
+_UNDOES = (_BatchNorm, _InstanceNorm)
+"""Normalisations that take a channel's scale and shift off, whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class Fedkl(Defence):
     with the key k and the lock W, b of the client, one of each for a block. Both stay on the device for ever, beside
     its private files; the lock is trained with the rest, and all else is shared. What an aggregator gets is the change
     of a network whose inner scales it does not know. A convolution's own normalisation (BatchNorm, GroupNorm or
-    InstanceNorm, the layer that it feeds) loses its own scale and shift; one without gets BatchNorm.
+    InstanceNorm, the layer that alone it feeds) loses its own scale and shift; one without gets BatchNorm. What is
+    called first, and what feeds what, comes from the network's code by ``torch.fx``; where a network can't be traced so
+    (it branches on the data, say), from the order of definition. Before any work one blank image is sent through, and a
+    network whose locks turn out to be elsewhere, or to be undone by a normalisation behind, is refused.
     BatchNorm's statistics are shared as ever, unless ``--batch-norm local``. The server has a random key and lock of
     its own: ``accuracy_server`` in the rows is that of the global model with them.
 
@@ -114,6 +119,15 @@ class Fedkl(Defence):
                 _replace(model, name, nn.Sequential(block).train(model.training))
         return model
 
+    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
+        """Each lock must be given what a convolution gives, and each chosen convolution's result must be locked."""
+        wrong = self._misplaced(calls_on_blank(network, shape))
+        if wrong:
+            raise ConfigError(
+                f"Defence 'fedkl' must lock what its convolutions give, got {wrong}. Name the convolutions "
+                "(blocks=NAME/NAME), or define each right before a normalisation of its own, and call both once."
+            )
+
     def private(self, name: str) -> bool:
         """Keys and locks never leave the device."""
         return _NAME in name.split(".")
@@ -146,14 +160,34 @@ class Fedkl(Defence):
                 "Defence 'fedkl' locks convolutions, but this network has no nn.Conv2d. "
                 "Use a convolutional model (`gradveil list models`), or another defence."
             )
-        if self.blocks in (("first",), ("all",)):
-            return dict(list(convs.items())[:1]) if self.blocks == ("first",) else convs
+        if self.blocks == ("first",):
+            called = [str(node.target) for node in traced_calls(model) if node.target in convs]
+            first = called[0] if called else next(iter(convs))
+            return {first: convs[first]}
+        if self.blocks == ("all",):
+            return convs
         unknown = [name for name in self.blocks if name not in convs]
         if unknown:
             raise ConfigError(
                 f"blocks must be first, all or names of convolutions, got {unknown[0]!r}. Known: {', '.join(convs)}."
             )
         return {name: conv for name, conv in convs.items() if name in self.blocks}
+
+    def _misplaced(self, calls: Calls) -> str:
+        """What is locked wrongly or not at all; "" if nothing is."""
+        locks = [call for call in calls.layers if isinstance(call.layer, Locked)]
+        convs = [call for call in calls.layers if isinstance(call.layer, nn.Conv2d)]
+        named = [call for call in convs if {call.name, call.name.removesuffix(".conv")} & set(self.blocks)]
+        for conv in {"first": convs[:1], "all": convs}.get(self.blocks[0], named):
+            if not any(map(conv.feeds, locks)) or calls.uses(conv.made) > 1:
+                return f"a call of {conv.name!r} whose result is used unlocked"
+        for lock in locks:
+            if not any(conv.feeds(lock) for conv in convs):
+                return f"{lock.name!r} locked, which is given something else"
+            undoes = [norm for norm in calls.layers if isinstance(norm.layer, _UNDOES) and lock.feeds(norm)]
+            if undoes and calls.uses(lock.made) == 1:
+                return f"{undoes[0].name!r} right behind {lock.name!r}, which takes the scales off again"
+        return "" if locks else "none of them called"
 
     def _key_lock(self, channels: int, like: Tensor, rng: torch.Generator) -> "KeyLock":
         """A fresh key and lock for so many channels, of the type and on the device of ``like``."""
@@ -278,18 +312,20 @@ def _key_locks(network: nn.Module) -> Iterator[tuple[str, KeyLock]]:
 
 
 def _following(model: nn.Module) -> dict[str, str]:
-    """The layer that alone is given a layer's output, by name.
+    """The layer that alone is given a layer's output, by name, and "" where that is none, or not the same in all calls.
 
-    Where the network can't be traced it is the next one defined, which may be another.
+    Where the network can't be traced it is the next one defined, which may be another: see `Fedkl.check`.
     """
-    try:
-        nodes = torch.fx.Tracer().trace(model).nodes
-    except Exception:
+    nodes = traced_calls(model)
+    if not nodes:
         names = [name for name, layer in model.named_modules() if name and not any(layer.children())]
         pairs = itertools.pairwise(names)
         return {before: after for before, after in pairs if before.rpartition(".")[0] == after.rpartition(".")[0]}
-    users = {node: next(iter(node.users)) for node in nodes if node.op == "call_module" and len(node.users) == 1}
-    return {str(node.target): str(user.target) for node, user in users.items() if user.op == "call_module"}
+    found = defaultdict[str, set[str]](set)
+    for node in nodes:
+        user, *others = node.users or [None]
+        found[str(node.target)].add(str(user.target) if user in nodes and not others else "")
+    return {name: users.pop() if len(users) == 1 else "" for name, users in found.items()}
 
 
 def _normalises(layer: nn.Module, channels: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradveil.calls import calls_on_blank, traced_calls
 from gradveil.defences.base import Arrived, Client, Countermove, Defence
 from gradveil.errors import ConfigError
 from gradveil.grads import layer_inputs
@@ -62,7 +63,7 @@ class Precode(Defence):
         in_range("beta", self.beta, 0)
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
-        """Put the bottleneck before the last Linear."""
+        """Put the bottleneck before the last Linear that is called; where that can't be traced, the last defined."""
         model = copy.deepcopy(model)
         linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name}
         if not linears:
@@ -72,7 +73,9 @@ class Precode(Defence):
             )
         if any(isinstance(layer, Bottleneck) for layer in model.modules()):
             raise ConfigError("Defence 'precode' has one bottleneck, got a network with one. Use it once in a chain.")
-        name, last = list(linears.items())[-1]
+        called = [str(node.target) for node in traced_calls(model) if node.target in linears]
+        name = (called or list(linears))[-1]
+        last = linears[name]
         with global_stream(int(torch.randint(2**62, (), generator=rng)), _NAME):
             bottleneck = Bottleneck(last.in_features, self.size).to(last.weight)
         parent, _, own = name.rpartition(".")
@@ -80,9 +83,24 @@ class Precode(Defence):
         setattr(model.get_submodule(parent), own, block)
         return model
 
+    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
+        """The layer behind the bottleneck must give the network's result, with no other behind or beside it."""
+        calls = calls_on_blank(network, shape)
+        (bottleneck,) = (name for name, layer in network.named_modules() if isinstance(layer, Bottleneck))
+        name = bottleneck.removesuffix(_NAME) + "linear"
+        last = [call.made for call in calls.layers if call.name == name]
+        steps = calls.steps(last[0] if last else None)
+        met = [call.name for call in calls.layers if call.made in steps and _is_weighted(call.layer)]
+        if met != [name]:
+            others = ", ".join(repr(other) for other in met[-3:])
+            raise ConfigError(
+                f"Defence 'precode' stands before {name!r}, which alone must give the network's result, got it from "
+                f"{others or 'no layer'}. Let the network end in one nn.Linear, called once, or use another defence."
+            )
+
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
         """Add the gradient of the Kullback-Leibler term."""
-        if not self.beta:
+        if not self.beta or not len(batch):  # e.g. of Poisson sampling
             return gradient
         network = copy.deepcopy(client.model)  # BatchNorm must not count the batch twice
         ((name, bottleneck),) = ((n, layer) for n, layer in network.named_modules() if isinstance(layer, Bottleneck))
@@ -152,6 +170,11 @@ def divergence(encoded: Tensor) -> Tensor:
     mean, raw = encoded.chunk(2, -1)
     spread = F.softplus(raw)
     return (mean.square() + spread.square() - 1 - 2 * spread.log()).sum(-1) / (2 * math.log(2))
+
+
+def _is_weighted(layer: nn.Module) -> bool:
+    """Whether a layer has parameters of its own, and no layers inside."""
+    return not any(layer.children()) and next(layer.parameters(), None) is not None
 
 
 def _drawn(bottleneck: nn.Module, name: str, gradients: Tensors) -> Tensor:

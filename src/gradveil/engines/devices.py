@@ -168,7 +168,7 @@ class Devices:
         with global_stream(seed, "layers", number, "round", round_number), _explain_single_image():
             update = train_locally(self._net, received, client, defence, self._how, lr, order)
         private = {f"model.{name}": tensor for name, tensor in self._net.private_tensors().items()}
-        if private or state or saved:
+        if private or state or saved or folder.begins_anew:
             folder.save_state(round_number, {**private, **{f"state.{key}": value for key, value in state.items()}})
         return update
 
@@ -183,6 +183,11 @@ class Devices:
         batch = self._data.images(request.images, request.client, start, start + chunk_size(self._data.shape))
         return score(self._net.module, batch.to(self._settings.device))
 
+    def require_state(self, number: int, round_number: int) -> None:
+        """Raise where a client that trained in this round has lost the private parts of its model since."""
+        if self._server_private:
+            self._private_folder(number).require_state(round_number)
+
     def _private_folder(self, number: int) -> PrivateFolder:
         return PrivateFolder(self._folder / str(number) / "private")
 
@@ -191,7 +196,7 @@ class Devices:
         saved = folder.load_state(round_number) if self._stateful else None
         if self._server_private:
             if saved is None:
-                seed = secrets.randbits(63) if folder.begins_anew else self._seed  # the run's would give the old ones
+                seed = secrets.randbits(256) if folder.begins_anew else self._seed  # the run's would give the old ones
                 self._net.set_private(self._flat(f"client {number}", seed).private_tensors())
             else:
                 self._set_private(saved, number, folder)

@@ -16,7 +16,7 @@ from gradveil.client import Score
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.data.federated import FederatedData
-from gradveil.defences import build_defence
+from gradveil.defences import Defence, build_defence
 from gradveil.engines.devices import make_network
 from gradveil.engines.flower_site import LOG, SERVER_KEYS, config, run_settings, tensors
 from gradveil.engines.in_process import InProcess
@@ -24,7 +24,7 @@ from gradveil.engines.simulation import check_choices, chosen_normalisation, ref
 from gradveil.engines.training import Training, record
 from gradveil.errors import ConfigError, WorkerError, named_error
 from gradveil.run_folder import RunFolder
-from gradveil.server import Engine, ScoreRequest
+from gradveil.server import Engine, ScoreRequest, last_rounds
 from gradveil.tripwire import announce
 from gradveil.types import Tensors, Update
 
@@ -38,6 +38,7 @@ class FlowerEngine:
     Args:
         grid: Flower's way to the nodes.
         settings: of the run.
+        defence: which server and clients share.
         dataset: that of the server: nodes build their network for its shape, classes and normalisation.
         here: scores the server's own model.
         timeout: seconds until a node that has not answered is given up; None waits as long as Flower does.
@@ -52,6 +53,7 @@ class FlowerEngine:
         self,
         grid: Grid,
         settings: TrainSettings,
+        defence: Defence,
         dataset: Dataset,
         here: Engine,
         *,
@@ -59,6 +61,7 @@ class FlowerEngine:
         wait: float = 600.0,
     ) -> None:
         self._grid, self._here, self._timeout = grid, here, timeout
+        self._settings, self._defence = settings, defence
         self._names: dict[int, str] = {}
         normalisation = chosen_normalisation(settings.normalise, dataset)
         self._network = ConfigRecord({"shape": list(dataset.shape), "num-classes": dataset.num_classes})
@@ -84,7 +87,8 @@ class FlowerEngine:
         """Let clients train at their sites, all at once; yields in the order of ``clients``."""
         content = self._content(round_number, model) | {"public": ArrayRecord(dict(public))}
         content["step"] = ConfigRecord({"lr": lr})
-        answers = self._ask("train", {self._nodes[client]: content for client in clients})
+        before = self._before(round_number - 1)
+        answers = self._ask("train", {self._nodes[client]: content | before[client] for client in clients})
         for client in clients:
             facts, sent = config(answers[self._nodes[client]], "facts"), answers[self._nodes[client]].array_records
             for alarm in facts["alarms"]:
@@ -104,7 +108,12 @@ class FlowerEngine:
             node: [request for request in requests if request.client in (client, None) and request not in at_server]
             for client, node in enumerate(self._nodes)
         }
-        contents = {node: shared | {"requests": _to_config(mine)} for node, mine in asked.items() if mine}
+        before = self._before(round_number)
+        contents = {
+            node: shared | before[client] | {"requests": _to_config(mine)}
+            for client, (node, mine) in enumerate(asked.items())
+            if mine
+        }
         for node, answer in self._ask("evaluate", contents).items():
             facts = config(answer, "facts")
             scores = map(Score, facts["correct"], facts["loss-sum"], facts["count"])
@@ -115,6 +124,11 @@ class FlowerEngine:
     def _content(self, round_number: int, model: Tensors) -> dict[str, ArrayRecord | ConfigRecord]:
         arrays, number = ArrayRecord(dict(model)), ConfigRecord({"number": round_number})
         return {"model": arrays, "round": number, "network": self._network}
+
+    def _before(self, done: int) -> list[dict[str, ConfigRecord]]:
+        """The round, of those done, in which each client trained last (0: in none), so that it misses what it lost."""
+        last = last_rounds(self._settings, self._defence, self.sizes, done)
+        return [{"before": ConfigRecord({"trained": last.get(client, 0)})} for client in range(len(self.sizes))]
 
     def _present(self, count: int, wait: float) -> list[int]:
         """The nodes, once they are all there."""
@@ -191,7 +205,7 @@ def flower_training(
     none = Split(dataset.train.images[:0], dataset.train.labels[:0])
     nobody = FederatedData(none, dataset.test, np.arange(0), np.zeros(settings.clients + 1, int), np.zeros(0, bool))
     here = InProcess(settings, nobody, defence, build_network, Path("unused"))
-    engine = FlowerEngine(grid, settings, dataset, here, timeout=timeout, wait=wait)
+    engine = FlowerEngine(grid, settings, defence, dataset, here, timeout=timeout, wait=wait)
     refuse_unmarked(defence, engine.num_sensitive)
     return Training(settings, defence, net, engine, engine.sizes, has_sensitive=bool(engine.num_sensitive))
 

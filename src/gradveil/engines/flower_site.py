@@ -118,7 +118,7 @@ def _open_site(context: Context, data: Callable[[Context], Dataset] | None) -> _
     if not left_out:
         defence.check_images(len(own.train), aux=bool(own.public))
     tripwire, device = str(node.get("tripwire", settings.tripwire)), str(node.get("device", settings.device))
-    seed = None if node.get("repeatable") is True else secrets.randbits(63)
+    seed = None if node.get("repeatable") is True else secrets.randbits(256)
     return _Site(number, replace(settings, tripwire=tripwire, device=device), defence, own, folder, seed)
 
 
@@ -153,8 +153,8 @@ def _refuse_other_data(path: Path, found: str) -> None:
         write_atomic(path, found.encode(), mode=0o600)
     elif path.read_text() != found:
         raise RunFolderError(
-            "A site must keep the images that its training began with, got others. Bring them back, or remove "
-            f"{path.parent} to begin with new keys."
+            "A site must keep the images that its training began with, got others. Bring them back; or, to begin "
+            f"with new keys, empty {path.parent} and put an empty file begin-anew there."
         )
 
 
@@ -187,6 +187,8 @@ def _introduce(site: _Site, content: RecordDict) -> RecordDict:
 
 def _train(site: _Site, content: RecordDict) -> RecordDict:
     devices, number = site.devices(content), config(content, "round")["number"]
+    if last := config(content, "before")["trained"]:
+        devices.require_state(site.number, last)
     received = devices.net.shared_vector(tensors(content.array_records["model"]))
     public, lr = tensors(content.array_records["public"]), config(content, "step")["lr"]
     with warnings.catch_warnings(action="ignore", category=TripwireWarning), hearing() as alarms:
@@ -202,6 +204,8 @@ def _score(site: _Site, content: RecordDict) -> RecordDict:
     devices, number = site.devices(content), config(content, "round")["number"]
     received = devices.net.shared_vector(tensors(content.array_records["model"]))
     asked = config(content, "requests")
+    if (last := config(content, "before")["trained"]) and any(asked["own"]):
+        devices.require_state(site.number, last)
     scores = []
     for images, own in zip(asked["images"], asked["own"], strict=True):
         request = ScoreRequest(images, site.number if own else None)

@@ -21,7 +21,7 @@ from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError
 from gradveil.flat import FlatModel
 from gradveil.models.base import Normalisation, parse_normalisation
-from gradveil.server import Engine, sample_clients
+from gradveil.server import Engine, last_rounds
 from gradveil.storage import PrivateFolder
 
 
@@ -94,10 +94,8 @@ class Simulation(Training):
         super().resume(model, server_state, done)
         if not self.net.has_private:
             return
-        drawn = (sample_clients(self.settings, self.sizes, number) for number in range(1, done + 1))
-        early = self.defence.early_clients(self.settings.clients) if done else ()
-        for client in sorted(set(early).union(*drawn)):
-            PrivateFolder(self._clients / str(client) / "private").require_state(done + 1)
+        for client, last in sorted(last_rounds(self.settings, self.defence, self.sizes, done).items()):
+            PrivateFolder(self._clients / str(client) / "private").require_state(last)
 
     def __enter__(self) -> "Simulation":
         return self
