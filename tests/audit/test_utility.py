@@ -1,5 +1,7 @@
 """The price of a defence: times are of the same rounds, and the budget is the worst client's."""
 
+import dataclasses
+
 import pytest
 
 from gradveil.audit import utility
@@ -7,11 +9,13 @@ from gradveil.audit.plan import Cell
 from gradveil.audit.utility import TIMED_ROUNDS, price_cell
 from gradveil.data import load_dataset
 from gradveil.defences import build_defence
+from gradveil.defences.loda import Loda
 from gradveil.engines.simulation import Simulation
 
 
-def price(settings, defence):
-    (row,) = price_cell(Cell("utility-00000", "utility", defence, 0), settings, load_dataset(settings.dataset))
+def price(settings, defence, clients=None):
+    cell = Cell("utility-00000", "utility", defence, 0)
+    (row,) = price_cell(cell, settings, load_dataset(settings.dataset), clients=clients)
     return row
 
 
@@ -67,3 +71,21 @@ def test_the_budget_is_that_of_the_client_which_gives_away_most(small):
 def test_a_price_says_how_many_images_it_protected(small, defence, share):
     why = price(small(rounds=1, sensitive="0.2"), defence)["why"]
     assert why.startswith(f"{share} of the images are marked") if share else why == ""
+
+
+def test_images_that_were_made_once_are_not_made_again_and_states_are(small, tmp_path, monkeypatch):
+    made, honest = [], Loda.obscured
+
+    def counting(self, features, images, begun):
+        made.append(len(images))
+        return honest(self, features, images, begun)
+
+    monkeypatch.setattr(Loda, "obscured", counting)
+    settings, defence = small(rounds=2), "loda:start=noise,steps=1,layers=all+fedkl"
+    settings = dataclasses.replace(settings, model="lenet-dlg")
+    first = price(settings, defence, tmp_path / "clients")
+    assert made
+    made.clear()
+    again = price(settings, defence, tmp_path / "clients")
+    assert made == []
+    assert (again["accuracy"], again["loss"]) == (first["accuracy"], first["loss"])

@@ -65,6 +65,8 @@ def _worked(cell: Cell, settings: AuditSettings, dataset: Dataset, data_root: Pa
     clients = out / "clients" / cell.name
     rows = _save(cell, *run_cell(cell, settings, dataset, data_root, clients), out)
     shutil.rmtree(clients, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other cells' clients may be at work
+        clients.parent.rmdir()
     return rows
 
 
