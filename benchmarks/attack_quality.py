@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from gradveil import Batch, ThreatModel, create_model, load_dataset, observe
 from gradveil.attacks import Attack
 from gradveil.attacks.parts.labels import counted, distinct, idlg, last_layer, likely_prediction
-from gradveil.client import LocalSettings
 from gradveil.data import Dataset
+from gradveil.federated.protocol import LocalSettings
 from gradveil.metrics import align
 from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.psnr import Psnr

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from gradveil import create_model, load_dataset
 from gradveil.attacks.grnn import Grnn
-from gradveil.observe import observe
 from gradveil.threat import Observation, ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
 SEED = 0

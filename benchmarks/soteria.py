@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from gradveil import create_model, load_dataset
 from gradveil.defences.soteria import Soteria, feature_scores
-from gradveil.grads import layer_inputs
+from gradveil.networks.grads import layer_inputs
 
 SHAPE, CLASSES, SEED = (3, 32, 32), 10, 0
 

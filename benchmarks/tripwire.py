@@ -28,8 +28,8 @@ from torch import nn
 from gradveil import create_model, load_dataset
 from gradveil.attacks.base import Scene, build_attack
 from gradveil.data import Dataset
+from gradveil.engines.tripwire import inspect
 from gradveil.models.base import Normalisation
-from gradveil.tripwire import inspect
 from gradveil.types import Batch
 
 HONEST = [

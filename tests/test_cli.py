@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from gradveil import cli
 from gradveil.config import TrainSettings, make_train_settings, read_settings
+from gradveil.engines.tripwire import TripwireWarning
 from gradveil.models import create_model
-from gradveil.tripwire import TripwireWarning
 
 QUICK = ("--model", "logistic", "--partition", "iid:images=20", "--clients", 4, "--rounds", 3, "--workers", 0)
 

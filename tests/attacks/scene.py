@@ -4,8 +4,8 @@ import torch
 
 from gradveil.attacks.parts.adaptive import countermove, turned
 from gradveil.models import create_model
-from gradveil.observe import observe
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
 

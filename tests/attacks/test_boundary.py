@@ -5,7 +5,7 @@ from gradveil.attacks.boundary import Boundary
 from gradveil.attacks.parts.boundary_search import find_boundary
 from gradveil.attacks.parts.subspace import Subspace
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.membership import area
+from gradveil.metrics.roc import area
 from gradveil.models import create_model
 from gradveil.registry import components
 from gradveil.types import Batch

@@ -4,8 +4,8 @@ from torch import nn
 from gradveil.attacks import matching
 from gradveil.attacks.gradinversion import Gradinversion
 from gradveil.metrics import align
-from gradveil.observe import observe
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run
 

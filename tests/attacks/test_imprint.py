@@ -6,12 +6,12 @@ import torch
 from gradveil.attacks.base import Scene
 from gradveil.attacks.imprint import Imprint, quantiles
 from gradveil.attacks.parts.analytic import INSERTED, likely_pictures
-from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.metrics import align
 from gradveil.models import Normalisation, create_model
-from gradveil.observe import observe
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run
 

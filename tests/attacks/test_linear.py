@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from gradveil.attacks.linear import Linear
-from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import Normalisation, create_model
-from gradveil.observe import observe
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run
 

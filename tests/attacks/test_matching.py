@@ -11,13 +11,13 @@ from gradveil.attacks.gradinversion import Gradinversion
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
 from gradveil.attacks.parts import search
-from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.metrics import align
 from gradveil.models import create_model
-from gradveil.observe import observe
 from gradveil.progress import listening
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run, scene
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from gradveil.attacks.r_gap import RGap, rank_analysis
-from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import Normalisation, create_model
-from gradveil.observe import observe
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run, scene
 

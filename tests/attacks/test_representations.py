@@ -3,11 +3,11 @@ import torch
 
 from gradveil.attacks.parts.representations import class_representations
 from gradveil.attacks.representations import Representations
-from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
-from gradveil.observe import observe
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run, scene
 

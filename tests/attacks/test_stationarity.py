@@ -7,8 +7,8 @@ from gradveil.attacks.stationarity import Stationarity, _Goal, _How
 from gradveil.defences.loda import Loda
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.models import create_model
-from gradveil.observe import observe
 from gradveil.threat import Knowledge, ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr
 

@@ -4,14 +4,14 @@ import torch
 from gradveil.attacks import build_attack
 from gradveil.attacks.encodings import Encodings
 from gradveil.attacks.unmix import Unmix
-from gradveil.client import LocalSettings
 from gradveil.defences import Countermove, build_defence
 from gradveil.defences.mixup import Mixup
 from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.metrics import align
 from gradveil.models import create_model
-from gradveil.observe import observe
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.parts.test_unmixing import smooth
 from tests.attacks.scene import psnr

@@ -6,9 +6,9 @@ import torch
 from gradveil.attacks import build_attack
 from gradveil.attacks.encodings import Encodings
 from gradveil.attacks.untransform import Untransform
-from gradveil.client import LocalSettings
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run, scene
 

@@ -11,9 +11,9 @@ import torch
 from gradveil.attacks import AnyAttack, Attack, MembershipAttack, Scene, build_attack
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.models import Normalisation, create_model, normalisation_of
-from gradveil.observe import observe
 from gradveil.registry import build, components
 from gradveil.threat import Knowledge, ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
 EVERY = components("attacks")

@@ -1,40 +1,80 @@
-"""Imports point one way: the folder is the data's path, and a file knows only what lies before it."""
+"""Every folder is a station on the data's way, and imports point back along it only."""
 
 import ast
-import pkgutil
 from pathlib import Path
+
+import pytest
 
 import gradveil
 
-ORDER = [
-    "errors", "validate", "randomness", "types", "transforms", "progress", "registry", "config", "storage", "data",
-    "metrics", "models", "generators", "convolution", "layers", "grads", "calls", "leak", "accounting", "flat",
-    "defences", "client", "server", "threat", "received", "observe", "attacks", "tripwire", "run_folder", "engines",
-    "membership", "report", "train", "audit", "score", "reproduce", "update_spec", "attack_files", "cli",
+FOUNDATION = {"config", "errors", "progress", "randomness", "registry", "storage", "types", "validate"}
+"""Files beside the folders: what everything stands on. They import each other and nothing else."""
+ROOMS = [
+    "data", "models", "networks", "defences", "federated", "threat", "generators", "metrics", "attacks", "engines",
+    "report", "audits", "runs", "reproduce", "cli",
 ]  # fmt: skip
+"""Each folder imports the foundation and folders to its left."""
+DOORS = {"__init__", "tripwire"}
+"""What users import: it leads into the rooms and holds nothing itself."""
 SOURCE = Path(gradveil.__file__).parent
 
 
-def imported(path):
-    """The gradveil modules (first level) that a file imports."""
+def places_of(path):
+    """Yield the file or folder below gradveil that each import of a file names."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gradveil":
-            parts = node.module.split(".")
-            yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gradveil":
+            inside = node.module.split(".")[1:2]
+            yield from inside or [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from [alias.name.split(".")[1] for alias in node.names if alias.name.startswith("gradveil.")]
 
 
-def test_every_part_has_its_place():
-    assert {info.name for info in pkgutil.iter_modules(gradveil.__path__)} == set(ORDER)
+def complaint(place, imported):
+    """Say what is wrong with an import, or return "" if it is right."""
+    if imported not in {*FOUNDATION, *ROOMS, *DOORS}:
+        return f"imports the public name {imported!r}; inside the package, import it from the folder where it lives"
+    if imported in FOUNDATION or imported == place:
+        return ""
+    if imported in DOORS:
+        return f"imports the door {imported}, which is for users"
+    if place in FOUNDATION:
+        return f"is foundation and imports the folder {imported}"
+    return "" if ROOMS.index(imported) < ROOMS.index(place) else f"imports {imported}, which lies behind it"
 
 
-def test_imports_point_one_way():
+def test_every_file_and_folder_has_its_place():
+    files = {path.stem for path in SOURCE.glob("*.py")}
+    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert files == FOUNDATION | DOORS
+    assert folders == set(ROOMS)
+
+
+def test_imports_point_back_along_the_way():
     wrong = []
     for path in SOURCE.rglob("*.py"):
-        part = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if part != "__init__":
-            later = [name for name in imported(path) if ORDER.index(name) > ORDER.index(part)]
-            wrong += [f"{path.relative_to(SOURCE)} imports {name}" for name in later]
-    assert not wrong
+        place = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if place not in DOORS:
+            found = [complaint(place, imported) for imported in places_of(path)]
+            wrong += [f"{path.relative_to(SOURCE)} {text}" for text in found if text]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("code", "place", "wanted"),
+    [
+        ("from gradveil.attacks.gs import Gs", "data", "imports attacks, which lies behind it"),
+        ("from gradveil.data import Dataset", "storage", "is foundation and imports the folder data"),
+        ("from gradveil import Client", "attacks", "imports the public name 'Client'; inside the package, import it"),
+        ("import gradveil.tripwire", "cli", "imports the door tripwire"),
+        ("from gradveil import errors", "data", ""),
+        ("from gradveil.data import Dataset", "cli", ""),
+    ],
+)
+def test_a_wrong_import_is_named(tmp_path, code, place, wanted):
+    (tmp_path / "some.py").write_text(code)
+    (text,) = [complaint(place, imported) for imported in places_of(tmp_path / "some.py")]
+    assert text.startswith(wanted)
+    assert bool(text) == bool(wanted)
 
 
 def test_folders_are_two_levels_deep_at_most():

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from opacus import GradSampleModule
 from torch import nn
 
-from gradveil.accounting import epsilon
-from gradveil.client import LocalSettings, train_locally
 from gradveil.defences import Arrived, Chain, Client, Releases, build_defence, dp_sgd
 from gradveil.defences.dp_sgd import DpSgd
+from gradveil.defences.parts.accounting import epsilon
 from gradveil.defences.prune import Prune
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.flat import FlatModel
+from gradveil.federated.client import train_locally
+from gradveil.federated.flat import FlatModel
+from gradveil.federated.protocol import LocalSettings
 from gradveil.types import Batch, Update
 
 SHUFFLE = DpSgd(noise=0.0, sampling="shuffle")

@@ -17,9 +17,9 @@ from gradveil.defences import Arrived, Client, Defence, Server, build_defence
 from gradveil.defences.entangle import Entangle, foreign_entries, repeated, replacement_rate
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.observe import observe
-from gradveil.server import play_round, sample_clients
+from gradveil.federated.server import play_round, sample_clients
 from gradveil.threat import Knowledge, ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch, Update
 from tests.attacks.scene import psnr, run, scene
 

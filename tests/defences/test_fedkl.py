@@ -11,24 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradveil.attack_files import attack_files
 from gradveil.attacks import build_attack
 from gradveil.attacks.parts.local_training import replay_of
-from gradveil.client import LocalSettings
 from gradveil.config import TrainSettings
 from gradveil.defences import Arrived, build_defence
 from gradveil.defences.fedkl import KeyLock, recovered_key
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, RunFolderError
-from gradveil.grads import example_gradients
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
-from gradveil.observe import observe
+from gradveil.networks.grads import example_gradients
 from gradveil.registry import components
+from gradveil.runs.attack import attack_files
+from gradveil.runs.train import train
+from gradveil.runs.update_spec import UpdateSpec
 from gradveil.storage import PrivateFolder, load_tensors
 from gradveil.threat import ThreatModel
-from gradveil.train import train
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
-from gradveil.update_spec import UpdateSpec
 
 PLAIN = ("logistic", "mlp")
 """Models of the zoo without convolutions."""

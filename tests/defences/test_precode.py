@@ -11,16 +11,17 @@ from torch.distributions import Normal, kl_divergence
 from gradveil.attacks import build_attack
 from gradveil.attacks.parts.adaptive import countermoves
 from gradveil.attacks.parts.local_training import replay_of
-from gradveil.client import LocalSettings
 from gradveil.defences import Client, build_defence
-from gradveil.defences.base import Arrived, Releases
+from gradveil.defences.base import Releases
+from gradveil.defences.countermove import Arrived
 from gradveil.defences.precode import Bottleneck, divergence
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
-from gradveil.observe import observe
 from gradveil.registry import components
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr
 

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradveil.client import LocalSettings, train_locally
 from gradveil.defences import Arrived, Chain, Client, build_defence, soteria
 from gradveil.defences.prune import Prune
 from gradveil.defences.soteria import Soteria, feature_scores
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.flat import FlatModel
+from gradveil.federated.client import train_locally
+from gradveil.federated.flat import FlatModel
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
 from gradveil.registry import components
 from gradveil.types import Batch

@@ -25,9 +25,9 @@ from gradveil.data import load_dataset
 from gradveil.engines.flower import flower_training, server_app
 from gradveil.engines.flower_site import client_app, run_settings, tensors
 from gradveil.engines.simulation import Simulation
+from gradveil.engines.tripwire import TripwireWarning
 from gradveil.errors import ConfigError, DefenceError, RunFolderError, TripwireError, WorkerError
 from gradveil.storage import load_tensors
-from gradveil.tripwire import TripwireWarning
 from tests.conftest import PROBES
 from tests.engines.test_simulation import same, small_set
 

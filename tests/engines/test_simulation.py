@@ -13,8 +13,8 @@ from gradveil.data import Dataset, Split
 from gradveil.engines.devices import make_network
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
+from gradveil.federated.server import learning_rate, sample_clients
 from gradveil.randomness import stream
-from gradveil.server import learning_rate, sample_clients
 from tests.conftest import PROBES
 
 

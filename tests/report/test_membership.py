@@ -1,6 +1,6 @@
 import pytest
 
-from gradveil.membership import FALSE_RATES
+from gradveil.metrics.roc import FALSE_RATES
 from gradveil.report.audit_folder import clean
 from gradveil.report.headline import headline
 from gradveil.report.membership import membership_figure, membership_section

@@ -5,7 +5,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from gradveil.audit.run import AuditResult
+from gradveil.audits.run import AuditResult
 from gradveil.errors import RunFolderError, TrainingError, UnknownNameError
 from gradveil.reproduce import papers, reproduce
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded, run_experiment, to_markdown

@@ -13,8 +13,8 @@ from gradveil.defences import build_defence
 from gradveil.engines.simulation import Simulation
 from gradveil.reproduce import concealed_training, dcs2, papers
 from gradveil.reproduce.base import Lab, run_experiment
-from gradveil.reproduce.concealed_attacks import attack_case, class_averages, make_case, scores
-from gradveil.reproduce.concealed_training import (
+from gradveil.reproduce.dcs2_attacks import attack_case, class_averages, make_case, scores
+from gradveil.reproduce.dcs2_training import (
     DEFENDED,
     TASKS,
     Accuracy,

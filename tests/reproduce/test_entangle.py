@@ -12,8 +12,8 @@ from gradveil.defences import Defence, build_defence
 from gradveil.errors import DivergedError
 from gradveil.reproduce import entangle, entangled_attacks, entangled_training, papers, trainings
 from gradveil.reproduce.base import Lab, run_experiment
-from gradveil.reproduce.entangled_attacks import Trials, attack_case, make_case, membership_means, normalised_mse
-from gradveil.reproduce.entangled_training import DEFENCES, Curve, images, measure_rounds, train_curve, training
+from gradveil.reproduce.entangle_attacks import Trials, attack_case, make_case, membership_means, normalised_mse
+from gradveil.reproduce.entangle_training import DEFENCES, Curve, images, measure_rounds, train_curve, training
 from tests.reproduce.invented import invented
 
 PAPER = papers()["entangle"]

@@ -8,7 +8,7 @@ import torch
 
 from gradveil.reproduce import papers
 from gradveil.reproduce.base import Lab, run_experiment
-from gradveil.reproduce.key_locked_attacks import Attacked, figures_of
+from gradveil.reproduce.fedkl_attacks import Attacked, figures_of
 
 PAPER = papers()["fedkl"]
 

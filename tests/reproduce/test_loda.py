@@ -15,7 +15,7 @@ from gradveil.models import create_model
 from gradveil.models.weights import load_weights
 from gradveil.reproduce import hidden_images, papers
 from gradveil.reproduce.base import Lab, run_experiment
-from gradveil.reproduce.hidden_images import Scene, _paired, accuracy_under, extractor
+from gradveil.reproduce.loda_images import Scene, _paired, accuracy_under, extractor
 from gradveil.types import Batch
 
 PAPER = papers()["loda"]

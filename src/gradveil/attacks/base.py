@@ -58,6 +58,13 @@ class MembershipAttack(AnyAttack):
         in_range("every", self.every, 1)
         in_range("images", self.images, 1)
 
+    def measured_rounds(self, rounds: int) -> list[int]:
+        """Return the rounds whose local models are attacked: every n-th, or the last if there are fewer.
+
+        For ``every=5``, a training of 12 rounds is attacked in rounds 5 and 10, one of 3 rounds in round 3.
+        """
+        return list(range(self.every, rounds + 1, self.every)) or [rounds] * bool(rounds)
+
     @abstractmethod
     def scores(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor:
         """(N,) how much each image looks like one that the network was trained on; higher is more like it.

@@ -12,7 +12,7 @@ from gradveil.attacks.parts.labels import known_or_recovered
 from gradveil.attacks.parts.makers import Latents
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.search import Priors, Search
-from gradveil.defences.base import Countermove
+from gradveil.defences.countermove import Countermove
 from gradveil.errors import ConfigError
 from gradveil.generators import Latent, load_generator, principal_components
 from gradveil.threat import Knowledge, Observation

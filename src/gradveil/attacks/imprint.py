@@ -27,7 +27,7 @@ from gradveil.attacks.parts.analytic import (
     two_linears,
 )
 from gradveil.errors import ConfigError
-from gradveil.models.space import Space
+from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
 

@@ -7,7 +7,7 @@ import torch
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.parts.analytic import collect, first_linear, ratios, rows_of, strong, supported
-from gradveil.models.space import Space
+from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
 
 

@@ -19,7 +19,7 @@ from gradveil.attacks.parts.chains import (
     weight_matrix,
 )
 from gradveil.errors import ConfigError
-from gradveil.models.space import Space
+from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
 
 

@@ -14,7 +14,7 @@ from gradveil.attacks.parts.priors import total_variation
 from gradveil.attacks.parts.representations import ROWS, class_representations, inputs_of, linear_chain
 from gradveil.attacks.parts.starts import begin
 from gradveil.errors import UnknownNameError
-from gradveil.models.space import Space
+from gradveil.networks.space import Space
 from gradveil.progress import part, tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of

@@ -12,7 +12,7 @@ from gradveil.attacks.base import Decoder
 from gradveil.attacks.parts.priors import total_variation
 from gradveil.defences import member, required
 from gradveil.defences.loda import Loda
-from gradveil.models.features import Features
+from gradveil.networks.features import Features
 from gradveil.progress import tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of

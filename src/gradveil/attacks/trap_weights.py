@@ -25,7 +25,7 @@ from gradveil.attacks.parts.analytic import (
     supported,
     two_linears,
 )
-from gradveil.models.space import Space
+from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
 

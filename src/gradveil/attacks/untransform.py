@@ -12,8 +12,8 @@ from gradveil.attacks.base import Decoder
 from gradveil.defences import member, required
 from gradveil.defences.ats import Ats, transformed
 from gradveil.defences.mixup import Mixup
+from gradveil.defences.parts.transforms import Step, filled
 from gradveil.threat import Knowledge, Observation, Reconstruction
-from gradveil.transforms import Step, filled
 from gradveil.validate import in_range
 
 

@@ -8,7 +8,7 @@ import sys
 import typer
 from rich.console import Console
 
-from gradveil.audit.settings import AuditSettings
+from gradveil.audits.settings import AuditSettings
 from gradveil.cli.attack import attack_command
 from gradveil.cli.generator import train_generator_command
 from gradveil.cli.lists import data_app, describe, list_components

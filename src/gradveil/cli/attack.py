@@ -26,8 +26,8 @@ def attack_command(
     as_json: Json = False,
 ) -> None:
     """Rebuild private images from updates that any framework saved; the folder OUT gets pictures and rows."""
-    from gradveil.attack_files import attack_files
-    from gradveil.update_spec import read_spec
+    from gradveil.runs.attack import attack_files
+    from gradveil.runs.update_spec import read_spec
 
     doing = f"attacking {len(update)} update{'s' * (len(update) > 1)} with {attack}"
     with (

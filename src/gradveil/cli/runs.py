@@ -31,7 +31,7 @@ def train_command(
 ) -> None:
     """Train a federated model; the folder OUT gets rows, curves, checkpoints and a page to look at."""
     from gradveil.report.training import warnings_of
-    from gradveil.train import train
+    from gradveil.runs.train import train
 
     settings = with_absolute_paths(make_train_settings(_given("train", options, config, out, resume)))
     with bar("rounds") as move, contextlib.redirect_stdout(sys.stderr):
@@ -82,7 +82,7 @@ def audit_command(
 
     Exit code 1 where a cell failed: its reason is in the rows, and --resume tries it again.
     """
-    from gradveil.audit import audit, make_audit_settings
+    from gradveil.audits import audit, make_audit_settings
     from gradveil.report.summary import membership, summarise, utility
 
     out = out or _fresh(resume)

@@ -27,8 +27,8 @@ def score_command(
 
     To first order, by attackers who know the defence, the label and how much pixels vary, and nothing else of images.
     """
-    from gradveil.audit.settings import make_audit_settings
-    from gradveil.score import score, summarise_scores
+    from gradveil.audits.settings import make_audit_settings
+    from gradveil.runs.score import score, summarise_scores
 
     given = {"dataset": dataset, "model": model, "defences": defences, "targets": targets, "knows": knows}
     given |= {"weights": weights, "normalise": normalise, "aux": aux, "seed": seed}

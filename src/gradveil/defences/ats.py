@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.defences.base import Client, Defence
+from gradveil.defences.countermove import Arrived, Countermove
+from gradveil.defences.parts.transforms import STEPS, Step
 from gradveil.errors import ConfigError
-from gradveil.transforms import STEPS, Step
 from gradveil.types import Batch
 from gradveil.validate import in_range
 
@@ -22,7 +23,8 @@ class Ats(Defence):
     .. math:: \tilde x = t_{p_m}(\dots t_{p_1}(x))
 
     A policy is written as the numbers of its operations, ``21-13-3``; of several, joined by ``+``, each image gets one
-    at random. Numbers are those of `gradveil.transforms.STEPS`. `gradveil.leak.policies` searches policies.
+    at random. The numbers index `gradveil.defences.parts.transforms.STEPS`; `gradveil.defences.parts.policies` searches
+    for good policies.
 
     Threat model: a curious server that inverts the updates of a network in later rounds.
     Does not protect: in the first rounds, when the network leaks any image, transformed or not; and a transformed image

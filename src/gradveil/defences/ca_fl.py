@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Arrived, Budget, Client, Countermove, Defence, Releases, Server
+from gradveil.defences.base import Budget, Client, Defence, Releases, Server
 from gradveil.defences.clip import clip_rows
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.defences.laplace import Laplace
 from gradveil.defences.pogz import refuse_infinite, refuse_moved_buffers

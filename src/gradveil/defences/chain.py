@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from gradveil.defences.base import Arrived, Budget, Client, Countermove, Defence, Releases, Server
+from gradveil.defences.base import Budget, Client, Defence, Releases, Server
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.errors import ConfigError
 from gradveil.registry import build
 from gradveil.types import Batch, Tensors, Update

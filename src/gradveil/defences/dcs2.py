@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.defences.base import Client, Defence
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.errors import DefenceError
-from gradveil.grads import example_gradients, gradients_and_outputs
-from gradveil.models.space import Space
+from gradveil.networks.grads import example_gradients, gradients_and_outputs
+from gradveil.networks.space import Space
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from gradveil.accounting import epsilon
-from gradveil.defences.base import Arrived, Budget, Client, Countermove, Defence, Releases
+from gradveil.defences.base import Budget, Client, Defence, Releases
 from gradveil.defences.clip import clip_rows, row_norms
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, seen_noise
+from gradveil.defences.parts.accounting import epsilon
 from gradveil.errors import DefenceError
-from gradveil.grads import example_gradients
+from gradveil.networks.grads import example_gradients
 from gradveil.types import Batch, Tensors, Update
 from gradveil.validate import in_range, one_of
 

@@ -10,11 +10,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradveil.defences.base import Arrived, Client, Countermove, Defence, Server
+from gradveil.defences.base import Client, Defence, Server
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.prune import surviving
 from gradveil.defences.soteria import feature_scores
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.grads import jacobian_row_norms, layer_inputs
+from gradveil.networks.grads import jacobian_row_norms, layer_inputs
 from gradveil.types import Tensors, Update
 from gradveil.validate import in_range, one_of
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from gradveil.calls import Calls, calls_on_blank, traced_calls
-from gradveil.defences.base import Arrived, Countermove, Defence
+from gradveil.defences.base import Defence
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.errors import ConfigError
+from gradveil.networks.calls import Calls, calls_on_blank, traced_calls
 from gradveil.randomness import stream
 from gradveil.types import Tensors
 from gradveil.validate import in_range, one_of

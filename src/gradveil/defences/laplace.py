@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Arrived, Countermove, Perturbation
+from gradveil.defences.base import Perturbation
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, root_mean_square, seen_noise
 from gradveil.types import Tensors
 from gradveil.validate import in_range

@@ -11,11 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.defences.base import Client, Defence
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.models.base import Normalisation, create_model, normalisation_of
-from gradveil.models.features import Features, chosen_layers
 from gradveil.models.weights import load_weights
+from gradveil.networks.features import Features, chosen_layers
 from gradveil.storage import PrivateFolder
 from gradveil.types import Batch
 from gradveil.validate import in_range, one_of

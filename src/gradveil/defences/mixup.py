@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.defences.base import Client, Defence
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.types import Batch
 from gradveil.validate import in_range, one_of

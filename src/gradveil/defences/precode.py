@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.calls import calls_on_blank, traced_calls
-from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.defences.base import Client, Defence
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.errors import ConfigError
-from gradveil.grads import layer_inputs
+from gradveil.networks.calls import calls_on_blank, traced_calls
+from gradveil.networks.grads import layer_inputs
 from gradveil.randomness import global_stream
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradveil.defences.base import Arrived, Client, Countermove, Defence
+from gradveil.defences.base import Client, Defence
+from gradveil.defences.countermove import Arrived, Countermove
+from gradveil.defences.parts.certificate import certificate
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.grads import jacobian_row_norms, layer_inputs
-from gradveil.layers import few_channels
-from gradveil.leak import certificate
+from gradveil.networks.grads import jacobian_row_norms, layer_inputs
+from gradveil.networks.layers import few_channels
 from gradveil.randomness import global_stream
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
@@ -46,8 +47,8 @@ class Soteria(Defence):
     Does not protect: against an attacker who leaves the zeroed columns or the whole tensor out of the match, for the
         other tensors determine the image as well (Balunović et al. 2022, https://arxiv.org/abs/2111.04706); the labels,
         which the untouched bias gives away. With several images in a batch a column is zero only where all agree.
-    Guarantee: none against attackers of gradients. Of what is behind Theorem 1, `gradveil.leak.certificate` gives the
-        first-order bound on the distance of an image inverted from r' alone.
+    Guarantee: none against attackers of gradients. `gradveil.defences.parts.certificate` computes, to first order, the
+        bound of Theorem 1 on the distance of an image that was inverted from r' alone.
     Reference: Sun et al. 2021, https://arxiv.org/abs/2012.06043, Algorithms 1 and 2 with q = 0.
     Differs from the paper: the inverse of a row of the Jacobian in Algorithm 1 is read as one over its norm, as in the
         authors' code, which is ``scores=batch``. The default of ``prune`` is that of their GS demonstration; Table 2

@@ -10,18 +10,19 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradveil.client import LocalSettings, Score, score, train_locally
 from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
 from gradveil.defences.base import Client, Defence
+from gradveil.engines.tripwire import guard
 from gradveil.errors import ConfigError, RunFolderError
-from gradveil.flat import FlatModel
+from gradveil.federated.client import Score, score, train_locally
+from gradveil.federated.flat import FlatModel
+from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.server import ScoreRequest
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import Normalisation
 from gradveil.randomness import global_stream, stream
-from gradveil.server import ScoreRequest
 from gradveil.storage import PrivateFolder
-from gradveil.tripwire import guard
 from gradveil.types import Batch, Tensors, Update
 
 

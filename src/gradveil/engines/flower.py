@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gradveil.client import Score
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.data.federated import FederatedData
@@ -20,12 +19,13 @@ from gradveil.defences import Defence, build_defence
 from gradveil.engines.devices import make_network
 from gradveil.engines.flower_site import LOG, SERVER_KEYS, config, run_settings, tensors
 from gradveil.engines.in_process import InProcess
+from gradveil.engines.run_folder import RunFolder
 from gradveil.engines.simulation import check_choices, chosen_normalisation, refuse_unmarked, server_network
 from gradveil.engines.training import Training, record
+from gradveil.engines.tripwire import announce
 from gradveil.errors import ConfigError, WorkerError, named_error
-from gradveil.run_folder import RunFolder
-from gradveil.server import Engine, ScoreRequest, last_rounds
-from gradveil.tripwire import announce
+from gradveil.federated.client import Score
+from gradveil.federated.server import Engine, ScoreRequest, last_rounds
 from gradveil.types import Tensors, Update
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict  # isort: skip - flower_site says if missing

@@ -32,20 +32,20 @@ from typing import Any
 
 from torch import Tensor
 
-from gradveil.client import Score
 from gradveil.config import TrainSettings, make_train_settings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.federated import FederatedData, federate
 from gradveil.defences import Defence, build_defence
 from gradveil.engines.devices import Devices, chunks, make_network
+from gradveil.engines.run_folder import fingerprint, settings_hash
 from gradveil.engines.simulation import check_choices, deal
 from gradveil.engines.training import single_thread
+from gradveil.engines.tripwire import TripwireWarning, hearing
 from gradveil.errors import ConfigError, GradveilError, RunFolderError
+from gradveil.federated.client import Score
+from gradveil.federated.server import ScoreRequest
 from gradveil.models import Normalisation
-from gradveil.run_folder import fingerprint, settings_hash
-from gradveil.server import ScoreRequest
 from gradveil.storage import write_atomic
-from gradveil.tripwire import TripwireWarning, hearing
 
 try:
     from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict

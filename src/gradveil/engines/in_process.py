@@ -5,12 +5,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from gradveil.client import Score
 from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
 from gradveil.defences.base import Defence
 from gradveil.engines.devices import Devices, chunks
-from gradveil.server import ScoreRequest
+from gradveil.federated.client import Score
+from gradveil.federated.server import ScoreRequest
 from gradveil.types import Tensors, Update
 
 

@@ -19,9 +19,9 @@ from gradveil.engines.in_process import InProcess
 from gradveil.engines.training import Training
 from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError
-from gradveil.flat import FlatModel
+from gradveil.federated.flat import FlatModel
+from gradveil.federated.server import Engine, last_rounds
 from gradveil.models.base import Normalisation, parse_normalisation
-from gradveil.server import Engine, last_rounds
 from gradveil.storage import PrivateFolder
 
 

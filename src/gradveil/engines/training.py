@@ -14,13 +14,13 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset
 from gradveil.defences import Defence
 from gradveil.engines.devices import local_settings
+from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
+from gradveil.engines.tripwire import hearing
 from gradveil.errors import DivergedError, RunFolderError
-from gradveil.flat import FlatModel
+from gradveil.federated.flat import FlatModel
+from gradveil.federated.server import Engine, Round, ScoreRequest, learning_rate, play_round
 from gradveil.registry import own_files
-from gradveil.run_folder import RunFolder, fingerprint, to_lines
-from gradveil.server import Engine, Round, ScoreRequest, learning_rate, play_round
 from gradveil.storage import save_tensors, write_atomic
-from gradveil.tripwire import hearing
 
 MOST_PERSONAL = 200
 """Clients with a model of their own that are scored on all test images at the end."""

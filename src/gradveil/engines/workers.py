@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 
 from gradveil import errors
-from gradveil.client import Score
 from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
 from gradveil.defences.chain import build_defence
 from gradveil.engines.devices import Devices, chunks, make_network
-from gradveil.flat import FlatModel
+from gradveil.engines.tripwire import TripwireWarning, announce, hearing
+from gradveil.federated.client import Score
+from gradveil.federated.flat import FlatModel
+from gradveil.federated.server import ScoreRequest
 from gradveil.models.base import Normalisation
-from gradveil.server import ScoreRequest
 from gradveil.storage import to_safetensors
-from gradveil.tripwire import TripwireWarning, announce, hearing
 from gradveil.types import Tensors, Update
 
 R = TypeVar("R")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import RunFolderError
-from gradveil.membership import FALSE_RATES
+from gradveil.metrics.roc import FALSE_RATES
 
 Row = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from gradveil.membership import FALSE_RATES
+from gradveil.metrics.roc import FALSE_RATES
 from gradveil.report.files import drawn
 from gradveil.report.headline import percent
 from gradveil.report.markup import section, spec

@@ -9,18 +9,19 @@ from torch import Tensor, nn
 
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.untransform import Untransform
-from gradveil.client import LocalSettings, train_locally
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.defences import Client, build_defence
 from gradveil.defences.ats import policy_of, random_signs, transformed
-from gradveil.flat import FlatModel
-from gradveil.leak.policies import Candidate, accuracy_score, privacy_scores, search_policies
+from gradveil.defences.parts.policies import Candidate, accuracy_score, privacy_scores, search_policies
+from gradveil.federated.client import train_locally
+from gradveil.federated.flat import FlatModel
+from gradveil.federated.protocol import LocalSettings
 from gradveil.metrics.psnr import Psnr
 from gradveil.models import create_model
-from gradveil.observe import observe
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
 from gradveil.threat import Observation, Reconstruction, ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
 MODEL = "lenet-dlg:activation=relu,init=default"

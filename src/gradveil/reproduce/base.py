@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from gradveil.engines.run_folder import RunFolder
 from gradveil.errors import DataError, RunFolderError
 from gradveil.report.files import save_figure
-from gradveil.run_folder import RunFolder
 from gradveil.storage import load_tensors, save_tensors, write_atomic
 from gradveil.types import Tensors
 

@@ -17,8 +17,8 @@ from gradveil.defences import Defence, build_defence
 from gradveil.defences.dcs2 import Dcs2
 from gradveil.progress import listening, tell
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded
-from gradveil.reproduce.concealed_attacks import Case, attack_case, make_case, scores
-from gradveil.reproduce.concealed_training import (
+from gradveil.reproduce.dcs2_attacks import Case, attack_case, make_case, scores
+from gradveil.reproduce.dcs2_training import (
     TASKS,
     Accuracy,
     Images,

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradveil.data import Dataset, load_dataset
 from gradveil.engines.simulation import Simulation
-from gradveil.grads import layer_inputs
+from gradveil.networks.grads import layer_inputs
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
-from gradveil.reproduce.entangled_attacks import figure_5b, figure_6
-from gradveil.reproduce.entangled_training import figure_4, figure_5a, figure_5c, training
+from gradveil.reproduce.entangle_attacks import figure_5b, figure_6
+from gradveil.reproduce.entangle_training import figure_4, figure_5a, figure_5c, training
 
 # --- Figure 1b: representations of two digits -------------------------------------------------------------------------
 

@@ -15,15 +15,15 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from gradveil.client import Score, score
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.engines.devices import make_network
 from gradveil.engines.simulation import Simulation, chosen_normalisation
+from gradveil.federated.client import Score, score
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
-from gradveil.reproduce.entangled_training import overhead
-from gradveil.reproduce.key_locked_attacks import table_6, table_7
+from gradveil.reproduce.entangle_training import overhead
+from gradveil.reproduce.fedkl_attacks import table_6, table_7
 from gradveil.reproduce.trainings import trained
 from gradveil.storage import PrivateFolder
 from gradveil.types import Tensors

@@ -11,7 +11,7 @@ from gradveil.defences.mixup import Mixup
 from gradveil.metrics import align, score_targets
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines
-from gradveil.reproduce.hidden_images import (
+from gradveil.reproduce.loda_images import (
     ATTACKED,
     Scene,
     decoder_of,

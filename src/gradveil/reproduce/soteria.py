@@ -5,15 +5,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from gradveil.audit import audit, make_audit_settings
+from gradveil.audits import audit, make_audit_settings
 from gradveil.config import TrainSettings
 from gradveil.data import load_dataset
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import TrainingError
 from gradveil.report.summary import summarise
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
-from gradveil.reproduce.convergence import Convergence, converge
-from gradveil.reproduce.representations import measure_representations
+from gradveil.reproduce.soteria_convergence import Convergence, converge
+from gradveil.reproduce.soteria_representations import measure_representations
 from gradveil.reproduce.trainings import trained
 
 GS_SHORT = "gs:iterations=120,sign=none,schedule=constant"

@@ -9,9 +9,9 @@ from gradveil.attacks.idlg import Idlg
 from gradveil.attacks.parts.adaptive import ROUGHNESS, countermoves
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.search import Priors, Search, Step
-from gradveil.client import LocalSettings
 from gradveil.defences import Countermove, Defence, build_defence
 from gradveil.errors import UnknownNameError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import Normalisation
 from tests.attacks.scene import adapted, psnr, run, scene
 

@@ -26,7 +26,7 @@ from gradveil.attacks.parts.analytic import (
 from gradveil.errors import ConfigError
 from gradveil.models import create_model
 from gradveil.models.base import Normalisation
-from gradveil.models.space import Space
+from gradveil.networks.space import Space
 from gradveil.types import Batch
 from tests.attacks.scene import scene
 

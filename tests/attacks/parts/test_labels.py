@@ -2,12 +2,12 @@ import pytest
 import torch
 
 from gradveil.attacks.parts.labels import bias_excess, counted, distinct, idlg, known_or_recovered, last_layer
-from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.metrics import label_accuracy
 from gradveil.models import create_model
-from gradveil.observe import observe
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from gradveil.attacks.parts.local_training import Replay, replay_of
-from gradveil.client import LocalSettings
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
-from gradveil.observe import observe
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
 BATCHES = (torch.tensor([0, 2]), torch.tensor([1, 3]), torch.tensor([3, 0]), torch.tensor([2, 1]))

@@ -13,12 +13,12 @@ from gradveil.attacks.parts.representations import (
     linear_chain,
     trained_classes,
 )
-from gradveil.client import LocalSettings
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
-from gradveil.observe import observe
-from gradveil.received import received
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
+from gradveil.threat.received import received
 from gradveil.types import Batch
 
 

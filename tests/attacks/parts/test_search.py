@@ -8,7 +8,7 @@ from gradveil.attacks.parts import search
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.errors import ConfigError
-from gradveil.grads import example_gradients
+from gradveil.networks.grads import example_gradients
 from tests.attacks.scene import scene
 
 

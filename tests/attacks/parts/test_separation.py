@@ -17,7 +17,7 @@ from gradveil.attacks.parts.separation import (
     unreached,
 )
 from gradveil.defences import Defence
-from gradveil.grads import example_gradients, layer_inputs
+from gradveil.networks.grads import example_gradients, layer_inputs
 from tests.attacks.scene import scene
 
 SHARE = 0.3

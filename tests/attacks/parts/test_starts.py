@@ -6,9 +6,9 @@ from PIL import Image
 from gradveil.attacks.parts.starts import begin
 from gradveil.errors import ConfigError, ThreatModelError, UnknownNameError
 from gradveil.models import Normalisation, create_model
-from gradveil.models.space import Space
-from gradveil.observe import observe
+from gradveil.networks.space import Space
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
 SHAPE = (1, 10, 9)

@@ -2,9 +2,9 @@ import torch
 from torch import nn
 
 from gradveil.attacks.parts.statistics import likely_statistics, watched
-from gradveil.client import LocalSettings
-from gradveil.observe import observe
+from gradveil.federated.protocol import LocalSettings
 from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
 

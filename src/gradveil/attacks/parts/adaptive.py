@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gradveil.attacks.parts.search import Priors, Search
 from gradveil.attacks.parts.separation import KEEP, PROJECT, Told, projected, stacked, told_apart
-from gradveil.defences.base import Arrived, Countermove
+from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.errors import UnknownNameError
 from gradveil.models.base import normalisation_of
 from gradveil.threat import Knowledge, Observation

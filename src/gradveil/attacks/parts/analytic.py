@@ -16,7 +16,7 @@ from gradveil.attacks.base import Scene
 from gradveil.attacks.parts.representations import inputs_of
 from gradveil.errors import ConfigError
 from gradveil.models.base import normalisation_of
-from gradveil.models.space import Space
+from gradveil.networks.space import Space
 from gradveil.threat import Observation, Reconstruction
 
 WHERE = ("inserted", "first")

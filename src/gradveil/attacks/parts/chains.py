@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.errors import ConfigError
-from gradveil.models.space import Space
+from gradveil.networks.space import Space
 
 INVERSES: dict[type[nn.Module], Callable[[Tensor, nn.Module], Tensor]] = {
     nn.LeakyReLU: lambda out, act: torch.where(out < 0, out / act(-torch.ones_like(out)).neg(), out),

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradveil.client import LocalSettings
-from gradveil.grads import Loss, cross_entropy, example_gradients
+from gradveil.federated.protocol import LocalSettings
+from gradveil.networks.grads import Loss, cross_entropy, example_gradients
 from gradveil.threat import Knowledge, Observation
 from gradveil.types import Tensors
 

@@ -18,10 +18,10 @@ from gradveil.attacks.parts.optimisers import Closure
 from gradveil.attacks.parts.priors import batch_norm_distance, group_consistency, squared_norm, total_variation
 from gradveil.attacks.parts.starts import begin
 from gradveil.attacks.parts.statistics import Statistics, watched
-from gradveil.defences.base import Countermove
+from gradveil.defences.countermove import Countermove
 from gradveil.errors import ConfigError
-from gradveil.grads import example_gradients
-from gradveil.models.space import Space
+from gradveil.networks.grads import example_gradients
+from gradveil.networks.space import Space
 from gradveil.threat import Observation
 from gradveil.types import Tensors
 

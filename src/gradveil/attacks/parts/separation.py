@@ -40,7 +40,7 @@ from gradveil.attacks.parts.chains import (
     weight_matrix,
 )
 from gradveil.errors import ConfigError
-from gradveil.grads import layer_inputs
+from gradveil.networks.grads import layer_inputs
 from gradveil.threat import Knowledge, Observation
 from gradveil.types import Tensors
 

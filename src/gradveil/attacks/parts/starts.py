@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradveil.data.pictures import PICTURE_ENDINGS, read_pictures
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.models.space import Space
+from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation
 
 STARTS = ("normal", "uniform", "patterned", "grey", "class-average", "public")

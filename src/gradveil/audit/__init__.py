@@ -1,6 +1,0 @@
-"""The audit: every defence against every attack, and what each defence costs, in rows."""
-
-from gradveil.audit.run import AuditResult, audit
-from gradveil.audit.settings import AuditSettings, make_audit_settings
-
-__all__ = ["AuditResult", "AuditSettings", "audit", "make_audit_settings"]

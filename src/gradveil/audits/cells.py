@@ -1,0 +1,110 @@
+"""Work out one cell of an audit; a cell that fails leaves rows that say why."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradveil.attacks import build_any_attack
+from gradveil.audits.membership import MEMBERSHIP, membership_cell
+from gradveil.audits.plan import Cell, Rows, facts_of
+from gradveil.audits.privacy import PRIVACY, SECRETS, attack_cell
+from gradveil.audits.settings import AuditSettings
+from gradveil.audits.utility import UTILITY, price_cell
+from gradveil.data import Dataset, load_dataset
+from gradveil.data.auxiliary import joined, refuse_overlap
+from gradveil.data.federated import federate
+from gradveil.defences import build_defence
+from gradveil.engines.devices import defended, local_settings, make_network
+from gradveil.engines.simulation import check_output, chosen_normalisation
+from gradveil.engines.training import single_thread
+from gradveil.errors import ConfigError, GradveilError
+from gradveil.threat import Knowledge, ThreatModel
+
+KEYS = {"privacy": PRIVACY, "utility": UTILITY, "membership": MEMBERSHIP}
+"""What a row of each kind says."""
+
+
+def columns_of(rows: Rows) -> list[str]:
+    """The columns of rows.csv; those about membership are there where such rows are."""
+    kinds = ["privacy", "utility", *["membership"] * any(row["kind"] == "membership" for row in rows)]
+    return list(dict.fromkeys(key for kind in kinds for key in KEYS[kind]))
+
+
+def run_cell(
+    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, clients: Path | None = None
+) -> tuple[Rows, dict[str, Tensor]]:
+    """The cell's rows, and its pictures by name. They depend on the settings alone; it takes one torch thread.
+
+    ``root`` is the data root, where weights of metrics lie; ``clients`` is for private files of clients that train.
+    """
+    try:
+        with single_thread():
+            if cell.kind == "utility":
+                return price_cell(cell, settings, dataset, root, clients), {}
+            if cell.kind == "membership":
+                return membership_cell(cell, settings, dataset, root), {}
+            return attack_cell(cell, settings, dataset, root)
+    except GradveilError as error:
+        return failed_rows(cell, f"{type(error).__name__}: {error}"), {}
+    except Exception as error:  # a user's own component, or torch's out of memory: the other cells go on
+        first = (str(error).splitlines() or [""])[0]
+        return failed_rows(cell, f"{type(error).__name__}: {first}"), {}
+
+
+def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> None:
+    """Find before any work what would make cells fail: model, partition, defences, what the attacks need to know.
+
+    Attacked clients have test images at hand as public ones; those that are trained have ``--aux`` alone.
+    """
+    knows = ThreatModel.of(*settings.knows).knows
+    secrets = [secret.value for secret in SECRETS if secret in knows and not settings.adaptive]
+    if secrets:
+        raise ConfigError(
+            f"knows must not name {', '.join(secrets)} without --adaptive, got {'/'.join(settings.knows)}: only an "
+            "attacker who knows the defence can use its secrets. Add --adaptive."
+        )
+    training = settings.training("none", settings.seed)
+    for spec in settings.attacks:
+        granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
+        lacking = sorted(knowledge.value for knowledge in build_any_attack(spec).needs - granted)
+        if lacking:
+            where = "Run with --adaptive" if lacking == [Knowledge.DEFENCE.value] else "Add it to --knows"
+            raise ConfigError(f"Attack {spec!r} needs {', '.join(lacking)}, got knows without it. {where}.")
+        several = settings.update == "local" and local_settings(training).num_steps(settings.images) > 1
+        if several and Knowledge.ENCODINGS in build_any_attack(spec).needs:
+            raise ConfigError(
+                f"Attack {spec!r} is given what the network saw in a single step, got several local ones. "
+                "Leave --update as it is."
+            )
+    defences = [build_defence(spec) for spec in settings.defences]
+    public = [defence for defence in defences if defence.uses_aux]
+    if settings.aux and public:
+        aux = load_dataset(settings.aux, root)
+        both = joined(dataset, aux, labelled=any(defence.aux_labels for defence in public))
+        count = len(dataset.train)
+        refuse_overlap(both, np.arange(count), np.arange(count, len(both)))
+    normalisation = chosen_normalisation(settings.normalise, dataset)
+    network = make_network(training, dataset.shape, dataset.num_classes, normalisation)
+    check_output(network, dataset.shape, dataset.num_classes, torch.device("cpu"))
+    for defence in defences:
+        defence.early_clients(settings.clients)
+        defence.check_images(settings.images, aux=bool(settings.aux) or not settings.rounds)
+        changed = defended(copy.deepcopy(network), defence, settings.seed, "server")
+        check_output(changed, dataset.shape, dataset.num_classes, torch.device("cpu"))
+        defence.check(changed, dataset.shape)
+    if settings.rounds:
+        dealt = federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)
+        for defence in defences:
+            defence.check_images(min(dealt.sizes), aux=True)
+
+
+def failed_rows(cell: Cell, why: str) -> Rows:
+    """The rows of a cell that could not be worked out: all is there but the figures."""
+    common: dict[str, Any] = dict.fromkeys(KEYS[cell.kind]) | facts_of(cell) | {"why": why, "failed": True}
+    if cell.kind != "privacy":
+        return [common | ({"knows": []} if cell.kind == "membership" else {})]
+    return [common | {"target": target, "converged": False, "knows": []} for target in range(cell.first, cell.last)]

@@ -1,0 +1,158 @@
+"""The membership cell of an audit: whether a server tells a client's training images from others."""
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradveil.attacks import MembershipAttack, build_any_attack
+from gradveil.audits.plan import Cell, Rows, facts_of
+from gradveil.audits.settings import AuditSettings
+from gradveil.config import TrainSettings
+from gradveil.data import Dataset
+from gradveil.engines.simulation import Simulation
+from gradveil.engines.training import single_thread
+from gradveil.errors import ConfigError
+from gradveil.federated.server import Round
+from gradveil.metrics.roc import advantage, area, curve, found_at
+from gradveil.progress import part
+from gradveil.randomness import stream
+from gradveil.types import Batch
+
+MEMBERSHIP = (
+    "kind", "defence", "attack", "seed", "round", "client", "auc", "tpr_at_1_fpr", "advantage", "auc_loss",
+    "auc_confidence", "members", "non_members", "queries", "accuracy_members", "accuracy_non_members", "roc",
+    "knows", "seconds", "why", "failed", "cell",
+)  # fmt: skip
+
+
+def membership_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> Rows:
+    """Train under the defence; one row for each round in which a local model was attacked."""
+    attack = build_any_attack(cell.attack)
+    if not isinstance(attack, MembershipAttack):
+        raise ConfigError(f"The attack must tell members from others here, got {cell.attack!r}, which rebuilds images.")
+    training = settings.training(cell.defence, cell.seed)
+    common = facts_of(cell) | {"knows": ["labels"], "failed": False}
+    return [
+        {key: (common | figures)[key] for key in MEMBERSHIP}
+        for figures in infer_membership(training, attack, dataset=dataset, data_root=root)
+    ]
+
+
+def infer_membership(
+    settings: TrainSettings,
+    attack: MembershipAttack,
+    *,
+    dataset: Dataset | None = None,
+    data_root: Path | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Train, and every few rounds attack the model of a client drawn at random; yields the figures of each.
+
+    The server knows a client's model from its update, as far as the defence lets it; what the client keeps to itself is
+    the server's own there. A guard is nobody's victim. Beside the attack's own stand the areas under the curve of two
+    baselines which look at the outputs: the loss (Yeom et al. 2018, https://arxiv.org/abs/1709.01604) and the
+    confidence (Salem et al. 2019, https://arxiv.org/abs/1806.01246).
+    """
+    rounds = attack.measured_rounds(settings.rounds)
+    settings = replace(settings, save_rounds=tuple(rounds), eval_every=max(settings.rounds, 1))
+    with Simulation(settings, workers=0, dataset=dataset, data_root=data_root) as simulation:
+        network = copy.deepcopy(simulation.net.module).eval()
+        for number in range(1, settings.rounds + 1):
+            started = time.perf_counter()
+            played = simulation.step(number)[1]
+            if number in rounds:
+                with part(rounds.index(number), len(rounds)), single_thread():
+                    figures = _attacked(simulation, played, network, attack)
+                yield figures | {"round": number, "seconds": round(time.perf_counter() - started, 3)}
+
+
+def _attacked(simulation: Simulation, played: Round, network: nn.Module, attack: MembershipAttack) -> dict[str, Any]:
+    """The figures of one round; without any, and with the reason, where there is nobody or nothing to attack."""
+    seed, number = simulation.settings.seed, played.number
+    guards = simulation.defence.early_clients(simulation.settings.clients)
+    clients = [client for client in played.clients if client not in guards]
+    if not clients:
+        return dict.fromkeys(FIGURES) | {"why": "no client but the guard trained in this round"}
+    rng = stream(seed, "membership", number)
+    order = torch.randperm(simulation.settings.clients, generator=rng).tolist()  # the same under every defence
+    victim = next(client for client in order if client in clients)
+    load_local_model(network, played, victim)
+    data = simulation.data
+    everything = data.images("test", None, 0, data.count("test", None))
+    members, others = alike(data.client(victim), everything, attack.images, rng)
+    if not len(members):
+        return dict.fromkeys(FIGURES) | {"client": victim, "why": "the test images have none of the client's classes"}
+    return _compared(network, attack, members, others, rng) | {"client": victim, "why": ""}
+
+
+FIGURES = (
+    "client", "auc", "tpr_at_1_fpr", "advantage", "auc_loss", "auc_confidence", "members", "non_members", "queries",
+    "accuracy_members", "accuracy_non_members", "roc",
+)  # fmt: skip
+"""What is measured in a round."""
+
+
+def load_local_model(network: nn.Module, played: Round, client: int) -> None:
+    """Put the model that the server knows of a client into a network: what it sent out, and what came back of it."""
+    update = played.recovered[client]
+    change = {**update.tensors, **update.buffers}
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in played.received.items():
+            tensors[name].copy_(tensor + change[name])
+
+
+def alike(own: Batch, others: Batch, most: int, rng: torch.Generator) -> tuple[Batch, Batch]:
+    """At most so many of a client's images, and as many others with the same number of each class, all at random.
+
+    A client's classes are often few, and training moves its model towards them: were the others of all classes, the
+    class alone would tell who is a member.
+    """
+    mine = torch.randperm(len(own), generator=rng)[:most]
+    theirs = torch.randperm(len(others), generator=rng)
+    pairs = []
+    for label in torch.unique(own.labels).tolist():
+        members, rest = mine[own.labels[mine] == label], theirs[others.labels[theirs] == label]
+        size = min(len(members), len(rest))
+        pairs.append((members[:size], rest[:size]))
+    chosen, drawn = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return own[chosen], others[drawn]
+
+
+def _compared(
+    network: nn.Module, attack: MembershipAttack, members: Batch, others: Batch, rng: torch.Generator
+) -> dict[str, Any]:
+    """Score members and others in one batch, in random order and without marks, and compare their scores."""
+    count = len(members) + len(others)
+    order = torch.randperm(count, generator=rng)
+    is_member = (torch.arange(count) < len(members))[order]
+    images = torch.cat([members.images, others.images])[order]
+    labels = torch.cat([members.labels, others.labels])[order]
+    device = next(network.parameters()).device
+    batch = Batch(images, labels, torch.zeros(count, dtype=torch.bool)).to(device)
+    scores = attack.scores(network, batch, rng).cpu()
+    with torch.no_grad():
+        logits = torch.cat([network(piece) for piece in torch.split(batch.images, 500)])
+    losses = F.cross_entropy(logits, batch.labels, reduction="none").cpu()
+    confidences = logits.softmax(1).amax(1).cpu()
+    right = (logits.argmax(1) == batch.labels).double().cpu()
+    split = scores[is_member], scores[~is_member]
+    return {
+        "auc": area(*split),
+        "tpr_at_1_fpr": found_at(*split) if len(others) >= 100 else None,  # one in a hundred needs a hundred
+        "advantage": advantage(*split),
+        "auc_loss": area(-losses[is_member], -losses[~is_member]),
+        "auc_confidence": area(confidences[is_member], confidences[~is_member]),
+        "members": len(members),
+        "non_members": len(others),
+        "queries": getattr(attack, "queries", None),
+        "accuracy_members": float(right[is_member].mean()),
+        "accuracy_non_members": float(right[~is_member].mean()),
+        "roc": curve(*split),
+    }

@@ -1,0 +1,198 @@
+"""Cells on all cores: worker processes with one torch thread each, which save what they finish themselves."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import cast
+
+from torch import Tensor
+
+from gradveil.audits.cells import failed_rows, run_cell
+from gradveil.audits.plan import Cell, Rows
+from gradveil.audits.settings import AuditSettings
+from gradveil.data import Dataset, load_dataset
+from gradveil.progress import listening, tell
+from gradveil.report.pictures import lines_png
+from gradveil.storage import load_tensors, to_safetensors, write_atomic
+
+Finished = Callable[[Cell, Rows], None]
+Progress = Callable[[float, str], None]
+"""Called with the number of cells done, running ones counted by their share, and what is being done."""
+TICK = 0.2
+"""Seconds between two looks at how far the workers are."""
+
+
+def work_through(
+    cells: Sequence[Cell],
+    settings: AuditSettings,
+    dataset: Dataset,
+    out: Path,
+    *,
+    workers: int,
+    data_root: Path | None,
+    finished: Finished,
+    progress: Progress,
+) -> None:
+    """Work out cells and save each in ``out``; results do not depend on the number of workers."""
+    if workers:
+        _in_workers(cells, settings, out, workers, data_root, finished, progress)
+        return
+    for number, cell in enumerate(cells):
+        with listening(partial(_show, progress, number, cell.title)):
+            tell(0.0)
+            finished(cell, _worked(cell, settings, dataset, data_root, out))
+
+
+def _show(progress: Progress, number: int, title: str, share: float) -> None:
+    progress(number + share, title)
+
+
+def _worked(cell: Cell, settings: AuditSettings, dataset: Dataset, data_root: Path | None, out: Path) -> Rows:
+    """Work out a cell and save it; what its clients kept is for another try alone."""
+    clients = out / "clients" / cell.name
+    rows = _save(cell, *run_cell(cell, settings, dataset, data_root, clients), out)
+    shutil.rmtree(clients, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other cells' clients may be at work
+        clients.parent.rmdir()
+    return rows
+
+
+def _save(cell: Cell, rows: Rows, pictures: dict[str, Tensor], out: Path) -> Rows:
+    """Pictures first, rows last: where a cell's rows are, all of it is there."""
+    if pictures:
+        write_atomic(out / "cells" / f"{cell.name}.safetensors", to_safetensors(pictures))
+        truth = load_tensors(out / "truth.safetensors")["images"][cell.first : cell.last]
+        lines = [images.flatten(0, 1).double() / 255 for images in (truth, pictures["images"])]
+        slug = re.sub(r"[^A-Za-z0-9.=]+", "-", f"{cell.defence} {cell.attack} {'adaptive' * cell.adaptive}").strip("-")
+        write_atomic(out / "images" / f"{cell.name}-{slug[:80]}.png", lines_png(lines))
+    write_atomic(out / "cells" / f"{cell.name}.json", json.dumps(rows, allow_nan=False).encode())
+    return rows
+
+
+# --- in worker processes ----------------------------------------------------------------------------------------------
+
+
+def _in_workers(
+    cells: Sequence[Cell],
+    settings: AuditSettings,
+    out: Path,
+    count: int,
+    data_root: Path | None,
+    finished: Finished,
+    progress: Progress,
+) -> None:
+    """One cell a worker at a time. A lost worker takes its own cell with it, and another one starts in its place."""
+    waiting, done = deque(cells), 0
+    task = _Task(settings, out, data_root, os.getpid())
+    workers = [_Worker(task) for _ in range(count)]
+    try:
+        while done < len(cells):
+            for index, worker in enumerate(workers):
+                if worker.cell is None and waiting:
+                    if worker.takes(waiting[0]):
+                        waiting.popleft()
+                    else:
+                        workers[index] = _Worker(task)  # it was lost while it had nothing to do
+            busy = {worker.connection: worker for worker in workers if worker.cell is not None}
+            for connection in wait(list(busy), TICK):
+                worker = busy[cast(Connection, connection)]
+                rows = worker.hears()
+                if rows is None:
+                    continue
+                cell, worker.cell, worker.share = cast(Cell, worker.cell), None, 0.0
+                if not rows:  # the worker is gone
+                    why = "WorkerError: the worker process was lost, perhaps for want of memory"
+                    rows = _save(cell, failed_rows(cell, why), {}, out)
+                    workers[workers.index(worker)] = _Worker(task)
+                finished(cell, rows)
+                done += 1
+            titles = [worker.cell.title for worker in workers if worker.cell is not None]
+            progress(done + sum(worker.share for worker in workers), "; ".join(titles))
+    finally:
+        for worker in workers:
+            worker.process.kill()
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every worker is given."""
+
+    settings: AuditSettings
+    out: Path
+    data_root: Path | None
+    parent: int
+
+
+class _Worker:
+    """The near side of a worker process: one pipe, through which cells go out, and shares and rows come back."""
+
+    def __init__(self, task: _Task) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, task))
+        self.process.start()
+        theirs.close()
+        self.cell: Cell | None = None
+        self.share = 0.0
+
+    def takes(self, cell: Cell) -> bool:
+        """Hand out a cell; False if nobody is there to take it."""
+        try:
+            self.connection.send(cell)
+        except OSError:
+            return False
+        self.cell = cell
+        return True
+
+    def hears(self) -> Rows | None:
+        """What came: None of a cell that goes on, its rows when it is done, no rows if the worker is gone."""
+        try:
+            message: float | Rows = self.connection.recv()
+        except (EOFError, OSError):
+            return []
+        if isinstance(message, float):
+            self.share = message
+            return None
+        return message
+
+
+def _serve(connection: Connection, task: _Task) -> None:
+    """The far side: work out cells until the process that sends them is gone, even if that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+
+    def watch() -> None:
+        while os.getppid() == task.parent:
+            time.sleep(TICK)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    dataset = load_dataset(task.settings.dataset, task.data_root)
+    told = 0.0
+
+    def tell_now_and_then(share: float) -> None:
+        nonlocal told
+        if time.monotonic() - told > TICK:
+            told = time.monotonic()
+            connection.send(float(share))
+
+    while True:
+        try:
+            cell: Cell = connection.recv()
+        except EOFError:
+            return
+        with listening(tell_now_and_then), contextlib.redirect_stdout(sys.stderr):
+            rows = _worked(cell, task.settings, dataset, task.data_root, task.out)
+        connection.send(rows)

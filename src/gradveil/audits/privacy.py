@@ -1,0 +1,279 @@
+"""The privacy cell of an audit: some clients' updates under a defence, attacked at once and scored."""
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks import Attack, Scene, build_attack
+from gradveil.attacks.matching import Matching
+from gradveil.attacks.parts.analytic import Block
+from gradveil.audits.plan import Cell, Rows, facts_of, finite
+from gradveil.audits.settings import AuditSettings
+from gradveil.data import Dataset, load_dataset
+from gradveil.data.auxiliary import image_keys, joined
+from gradveil.defences import Budget, Defence, build_defence
+from gradveil.engines.devices import local_settings, make_network
+from gradveil.engines.simulation import chosen_normalisation, usable_device
+from gradveil.engines.tripwire import inspect
+from gradveil.errors import ConfigError
+from gradveil.federated.protocol import LocalSettings
+from gradveil.metrics import align, label_accuracy, score_targets
+from gradveil.metrics.base import is_guess
+from gradveil.randomness import derive_seed, stream
+from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
+from gradveil.threat.observe import observe
+from gradveil.types import Batch
+
+ITERATES = 12
+"""Pictures on the way that are kept of an attack which keeps any."""
+GUARDED = 64
+"""Images of a guard that trains locally, at most."""
+PUBLIC = 500
+"""Test images that stand for public data of the same kind."""
+
+PRIVACY = (
+    "kind", "defence", "attack", "adaptive", "seed", "target", "mse", "psnr", "ssim", "lpips", "label_accuracy",
+    "guessed", "converged", "attacker_loss", "knows", "countermove", "epsilon", "delta", "certificate", "tripwire",
+    "seconds", "why", "failed", "cell",
+)  # fmt: skip
+
+
+SECRETS = (Knowledge.KEY, Knowledge.LOCK, Knowledge.PRIVATE_STATE)
+"""What is of use only to an attacker who knows the defence that it is the secret of."""
+
+LATER = frozenset({"countermove", "guessed", "tripwire"})
+"""Of these, what rows of earlier versions did not have; it is None there."""
+
+
+def attack_cell(
+    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None
+) -> tuple[Rows, dict[str, Tensor]]:
+    """Rows and pictures of one cell's targets."""
+    private = private_batches(settings, dataset)[cell.first : cell.last]
+    defence, attack = build_defence(cell.defence), _keeping(build_attack(cell.attack))
+    started = time.perf_counter()
+    seen = observed(cell, settings, dataset, private, defence, attack, root)
+    result = attack(seen, stream(cell.seed, "attack", cell.first))
+    share = (time.perf_counter() - started) / len(private)
+    entries = sum(tensor[0].numel() for tensor in seen.updates.values())
+    budget = defence.budget(_local(settings, cell).releases(settings.images, entries=entries))
+    rows, pictures = _scored(cell, seen, result, private, budget, share, root)
+    bounds, alarms = _certified(cell, seen, private, defence), _alarms(seen, private)
+    more = [{"certificate": bound, "tripwire": found} for bound, found in zip(bounds, alarms, strict=True)]
+    return [row | own for row, own in zip(rows, more, strict=True)], pictures
+
+
+def refuse_known(attacks: Iterable[Attack], private: list[Batch], dataset: Dataset) -> None:
+    """An error where an attack was prepared on a target."""
+    for attack in attacks:
+        known = attack.prepared_on(dataset.shape, dataset.num_classes)
+        targets = image_keys(torch.cat([batch.images for batch in private]).numpy()).tolist() if known else []
+        same = sum(key in known for key in targets)
+        if same:
+            raise ConfigError(
+                f"Attack {attack.name!r} must not be prepared on its targets, got {same} of {len(targets)} that its "
+                "generator was trained on. Train it on other images: gradveil train-generator --split test."
+            )
+
+
+def _certified(cell: Cell, seen: Observation, private: list[Batch], defence: Defence) -> list[float | None]:
+    """The least distance that the defence certifies for any image of each target, whose batch was its own."""
+    device = next(seen.network.parameters()).device
+    found = [
+        defence.certificate(seen.network, batch.to(device), stream(cell.seed, "certificate", cell.first + number))
+        for number, batch in enumerate(private)
+    ]
+    return [None if bounds is None else finite(float(bounds.min())) for bounds in found]
+
+
+def _alarms(seen: Observation, private: list[Batch]) -> list[list[str] | None]:
+    """What the tripwire tells each client of an altered model, by its images alone; None of an honest one.
+
+    The architecture is not compared: a client that compares it finds every layer that was put in. What stands behind
+    the rows to keep the network working is left out, for an attack could do without.
+    """
+    if not seen.knows(Knowledge.ALTERS_MODEL):
+        return [None] * len(private)
+    device = next(seen.network.parameters()).device
+    behind = {f"{name}.shift" for name, layer in seen.network.named_modules() if isinstance(layer, Block)}
+    return [[f.title for f in inspect(seen.network, batch.to(device)) if f.layer not in behind] for batch in private]
+
+
+def _keeping(attack: Attack) -> Attack:
+    """The same attack, which keeps pictures on its way unless it was told how many."""
+    if isinstance(attack, Matching) and not attack.keep:
+        return dataclasses.replace(attack, keep=min(ITERATES, attack.iterations))
+    return attack
+
+
+def observed(
+    cell: Cell,
+    settings: AuditSettings,
+    dataset: Dataset,
+    private: list[Batch],
+    defence: Defence,
+    attack: Attack | None,
+    root: Path | None,
+) -> Observation:
+    """What a server sees of these clients: each sends one update from the network that all received.
+
+    ``attack`` may alter that network.
+    """
+    device = usable_device(settings.device)
+    aux = _auxiliary(settings, dataset, root, defence).to(device) if defence.uses_aux else None
+    training = settings.training(cell.defence, cell.seed)
+    normalisation = chosen_normalisation(settings.normalise, dataset)
+    network: nn.Module = make_network(training, dataset.shape, dataset.num_classes, normalisation).to(device)
+    altering = attack if attack is not None and Knowledge.ALTERS_MODEL in attack.needs else None
+    useless = {*([] if altering else [Knowledge.ALTERS_MODEL]), *([] if cell.adaptive else SECRETS)}
+    knows = [name for name in settings.knows if name not in useless]
+    public = _public(dataset, device)
+    scene = Scene(dataset.shape, dataset.num_classes, public if Knowledge.PUBLIC_DATA in knows else None)
+    return observe(
+        network,
+        [batch.to(device) for batch in private],
+        threat=ThreatModel.of(*knows, *(["defence"] if cell.adaptive else [])),
+        num_classes=dataset.num_classes,
+        defence=defence,
+        how=_local(settings, cell),
+        lr=settings.lr if settings.update == "local" else 1.0,
+        rounds=settings.looks,
+        public_data=public,
+        class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
+        alter=(lambda net: altering.alter(net, scene, stream(cell.seed, "alter"))) if altering else None,
+        early=_guards(settings, defence, aux),
+        num_clients=settings.clients,
+        aux=aux,
+        seed=cell.seed,
+        first_client=cell.first,
+    )
+
+
+def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, defence: Defence) -> Batch:
+    """Public images for the defence: those of ``aux``, else the last test images that are nobody's."""
+    if settings.aux:
+        split = joined(dataset, load_dataset(settings.aux, root), labelled=defence.aux_labels)
+        chosen = np.arange(len(dataset.train), len(split))[:PUBLIC]
+    else:
+        split, chosen = dataset.test, _nobodys(dataset)[-PUBLIC:]
+        if not len(chosen):
+            raise ConfigError("Public images must be none of the private ones, got a test set of such. Give --aux.")
+    images, labels = _images(split.images[chosen]), torch.from_numpy(split.labels[chosen])
+    return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool))
+
+
+def _nobodys(dataset: Dataset) -> np.ndarray:
+    """Places of the test images that are not among the training images."""
+    return np.flatnonzero(~np.isin(image_keys(dataset.test.images), image_keys(dataset.train.images)))
+
+
+def _guards(settings: AuditSettings, defence: Defence, aux: Batch | None) -> list[Batch]:
+    """The images of the defence's guards, out of the public ones.
+
+    A guard sends the gradient of as many images as the others do; its local training has more.
+    """
+    count = len(defence.early_clients(settings.clients))
+    if not count or aux is None:
+        return []
+    wanted = count * (settings.images if settings.update == "gradient" else GUARDED)
+    return [aux[slice(number, wanted, count)] for number in range(count)]
+
+
+def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:
+    """How the attacked clients train: one gradient of all their images, or as in the training."""
+    if settings.update == "gradient":
+        return LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freeze")
+    how = local_settings(settings.training(cell.defence, cell.seed))
+    return dataclasses.replace(how, batch_size=0) if how.algorithm == "fedsgd" else how
+
+
+def _public(dataset: Dataset, device: torch.device) -> Batch:
+    """Test images, which are nobody's private ones."""
+    free = _nobodys(dataset)[:PUBLIC]
+    images, labels = _images(dataset.test.images[free]), torch.from_numpy(dataset.test.labels[free])
+    return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool)).to(device)
+
+
+def _class_averages(dataset: Dataset, device: torch.device) -> Tensor:
+    """(classes, C, H, W): the mean test image of each class; of all where a class has none."""
+    images, labels = _images(dataset.test.images), torch.from_numpy(dataset.test.labels)
+    means = [images[labels == c] if bool((labels == c).any()) else images for c in range(dataset.num_classes)]
+    return torch.stack([some.mean(0) for some in means]).to(device)
+
+
+def _scored(
+    cell: Cell,
+    seen: Observation,
+    result: Reconstruction,
+    private: list[Batch],
+    budget: Budget | None,
+    seconds: float,
+    root: Path | None,
+) -> tuple[Rows, dict[str, Tensor]]:
+    truth = torch.stack([batch.images for batch in private])
+    guess = torch.stack([align(*pair) for pair in zip(truth, result.images.cpu(), strict=True)])
+    figures, reasons = score_targets(truth, guess, root)
+    rows = []
+    for number, batch in enumerate(private):
+        loss, labels = float(result.loss[number]), result.labels[number].cpu()
+        found = {
+            **figures[number],
+            "target": cell.first + number,
+            "label_accuracy": label_accuracy(batch.labels, labels) if bool((labels >= 0).any()) else None,
+            "guessed": float(is_guess(guess[number]).float().mean()),
+            "converged": bool(result.converged[number]),
+            "attacker_loss": loss if np.isfinite(loss) else None,
+            "knows": seen.threat.names,
+            "countermove": (result.answers[number] or None) if result.answers else None,
+            "epsilon": finite(budget.epsilon if budget else None),
+            "delta": budget.delta if budget else None,
+            "certificate": None,
+            "tripwire": None,
+            "seconds": round(seconds, 3),
+            "why": "; ".join(filter(None, [result.why[number] if result.why else "", *reasons[number]])),
+            "failed": False,
+        }
+        rows.append({key: (facts_of(cell) | found)[key] for key in PRIVACY})
+    return rows, _pictures(truth, guess, result)
+
+
+def _pictures(truth: Tensor, guess: Tensor, result: Reconstruction) -> dict[str, Tensor]:
+    """Guesses and iterates as bytes, in the order of the truth."""
+    steps = result.iterates.cpu() if result.iterates.numel() else guess.new_empty(0, *guess.shape)
+    ways = [torch.stack([align(*pair) for pair in zip(truth, step, strict=True)]) for step in steps[:-1]]
+    iterates = torch.stack([*ways, guess]) if len(steps) else steps
+    return {
+        "images": _bytes(guess),
+        "guessed": guess.flatten(2).isfinite().all(2).to(torch.uint8),
+        "iterates": _bytes(iterates),
+        "labels": result.labels.cpu(),
+        "steps": torch.tensor(result.steps, dtype=torch.int64),
+    }
+
+
+def _bytes(images: Tensor) -> Tensor:
+    return (images.nan_to_num(0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def private_batches(settings: AuditSettings, dataset: Dataset) -> list[Batch]:
+    """The private images of all targets, one batch each: drawn from the training images by the first seed."""
+    wanted, there = settings.targets * settings.images, len(dataset.train)
+    if wanted > there:
+        raise ConfigError(
+            f"targets times images must be at most the {there:,} training images, got {wanted:,}. Lower --targets."
+        )
+    order = np.random.default_rng(derive_seed(settings.seed, "targets")).permutation(there)[:wanted]
+    images, labels = _images(dataset.train.images[order]), torch.from_numpy(dataset.train.labels[order])
+    marks = torch.ones(wanted, dtype=torch.bool)  # whoever is attacked would have marked it
+    whole = Batch(images, labels, marks)
+    return [whole[slice(start, start + settings.images)] for start in range(0, wanted, settings.images)]
+
+
+def _images(pixels: np.ndarray) -> Tensor:
+    images = torch.from_numpy(np.ascontiguousarray(pixels))
+    return images.float() / 255 if images.dtype == torch.uint8 else images

@@ -1,0 +1,200 @@
+"""An audit in its folder: all cells are worked through, and whatever kills it, finished ones are kept."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from gradveil.attacks import Attack, build_any_attack
+from gradveil.audits.cells import KEYS, check, columns_of
+from gradveil.audits.plan import Cell, Rows, num_rows, plan
+from gradveil.audits.pool import work_through
+from gradveil.audits.privacy import LATER, private_batches, refuse_known
+from gradveil.audits.settings import AuditSettings, make_audit_settings
+from gradveil.config import read_settings, to_toml
+from gradveil.data import Dataset, load_dataset
+from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
+from gradveil.engines.simulation import num_workers, usable_device
+from gradveil.errors import DataError, RunFolderError
+from gradveil.registry import own_files
+from gradveil.report.words import command_of
+from gradveil.storage import save_tensors, write_atomic
+
+Progress = Callable[[float, int, str], None]
+"""Called with the cells done (running ones count by their share), their number, and what is being done."""
+EVERY = 5.0
+"""Seconds between two rewritings of rows.jsonl while the audit runs."""
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What an audit ended with.
+
+    Attributes:
+        out: its folder.
+        rows: in the order of the plan.
+        failed: cells that could not be worked out, with the reason.
+        seconds: of this call.
+        note: what the data set says of itself.
+        report: the page to look at.
+    """
+
+    out: Path
+    rows: Rows
+    failed: dict[str, str]
+    seconds: float
+    note: str
+    report: Path
+
+
+def audit(
+    settings: AuditSettings,
+    out: Path,
+    *,
+    resume: bool = False,
+    workers: int | None = None,
+    data_root: Path | None = None,
+    progress: Progress = lambda done, total, doing: None,
+) -> AuditResult:
+    """Set all defences against all attacks and leave rows, pictures and the report in ``out``.
+
+    Same settings, same rows but for the times, whether or not it was killed and resumed, and however many workers it
+    had. A cell that fails is recorded with its reason, and tried again by ``resume``.
+    """
+    from gradveil.report.audit import write_report  # matplotlib takes a second, and workers draw nothing
+    from gradveil.report.files import to_csv
+
+    started = time.perf_counter()
+    on_cpu = usable_device(settings.device).type == "cpu"
+    cells = plan(settings)
+    count = num_workers(workers, len(cells)) if on_cpu else 0
+    dataset = load_dataset(settings.dataset, data_root)
+    check(settings, dataset, data_root)
+    with RunFolder(out) as folder:
+        found = _begin(folder, settings, dataset, cells, resume=resume)
+        written = time.perf_counter()
+
+        def finished(cell: Cell, rows: Rows) -> None:
+            nonlocal written
+            found[cell.name] = rows
+            if time.perf_counter() - written > EVERY:
+                write_atomic(out / "rows.jsonl", to_lines(_in_order(cells, found)))
+                written = time.perf_counter()
+
+        left = [cell for cell in cells if cell.name not in found]
+        done = len(cells) - len(left)
+        work_through(
+            left,
+            settings,
+            dataset,
+            out,
+            workers=min(count, len(left)),
+            data_root=data_root,
+            finished=finished,
+            progress=lambda now, doing: progress(done + now, len(cells), doing),
+        )
+        rows = _in_order(cells, found)
+        progress(len(cells), len(cells), "writing the report")
+        write_atomic(out / "rows.jsonl", to_lines(rows))
+        write_atomic(out / "rows.csv", to_csv(rows, columns_of(rows)))
+        report = write_report(out)
+    failed = {row["cell"]: f"{_title(row)}: {row['why']}" for row in rows if row["failed"]}
+    return AuditResult(out, rows, failed, time.perf_counter() - started, dataset.note, report)
+
+
+def _begin(
+    folder: RunFolder, settings: AuditSettings, dataset: Dataset, cells: Sequence[Cell], *, resume: bool
+) -> dict[str, Rows]:
+    """Claim the folder; returns the rows of the cells that are finished there."""
+    if folder.holds_run() and not resume:
+        raise RunFolderError(
+            f"{folder.path} must be new or empty, got a folder that holds a run. "
+            "Add --resume to go on with it, or choose another --out."
+        )
+    private = private_batches(settings, dataset)
+    attacks = [build_any_attack(spec) for spec in settings.attacks]
+    refuse_known([attack for attack in attacks if isinstance(attack, Attack)], private, dataset)
+    specs = (settings.model, *settings.defences, *settings.attacks)
+    files = [settings.weights, *(file for spec in specs for file in own_files(spec))]
+    identity = {"data": fingerprint(dataset, files), "settings": _hash(settings)}
+    _check_same(folder.path, settings, identity)
+    for part in folder.path.rglob(".*.part"):  # the rest of a write that was killed
+        part.unlink(missing_ok=True)
+    facts = {"kind": "audit", "command": command_of(asdict(settings), asdict(AuditSettings()))}
+    write_atomic(folder.path / "settings.toml", tomli_w.dumps(facts).encode() + to_toml(settings))
+    document = {"identity": identity, "cells": [cell.to_json() for cell in cells]}
+    write_atomic(folder.path / "plan.json", json.dumps(document, indent=1).encode())
+    images = torch.stack([batch.images for batch in private])
+    truth = {
+        "images": (images * 255).round().to(torch.uint8),
+        "labels": torch.stack([batch.labels for batch in private]),
+    }
+    save_tensors(folder.path / "truth.safetensors", truth)
+    found = {cell.name: rows for cell in cells if (rows := _finished(folder.path / "cells", cell, settings))}
+    write_atomic(folder.path / "rows.jsonl", to_lines(_in_order(cells, found)))
+    return found
+
+
+def _check_same(path: Path, settings: AuditSettings, identity: Mapping[str, str]) -> None:
+    """A resumed audit has the settings, data and files that it began with."""
+    if not (path / "settings.toml").exists():
+        return
+    saved = read_settings(path / "settings.toml")
+    if saved.get("kind") != "audit":
+        raise RunFolderError(f"{path} must hold an audit to go on with, got another run. Choose another --out.")
+    begun = make_audit_settings(saved)
+    changed = [
+        f"{key} = {value!r} (was {getattr(begun, key)!r})"
+        for key, value in vars(settings).items()
+        if value != getattr(begun, key)
+    ]
+    if changed:
+        raise RunFolderError(
+            f"A resumed audit must keep its settings, got {'; '.join(changed)} in {path}. "
+            "Leave those options out, or choose another --out."
+        )
+    try:
+        before = json.loads((path / "plan.json").read_bytes())["identity"]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path / 'plan.json'} must be the plan of an audit, got: {error!r}.") from error
+    if before != identity:
+        raise RunFolderError(
+            f"A resumed audit must have the data, weights and own files it began with, got others in {path}. "
+            "Check --data-root, and the files of the data set, of --weights and of your own components."
+        )
+
+
+def _finished(folder: Path, cell: Cell, settings: AuditSettings) -> Rows:
+    """The rows of a cell that was finished and is whole; none where it was not, or failed."""
+    try:
+        rows = json.loads((folder / f"{cell.name}.json").read_bytes())
+    except (OSError, ValueError):
+        return []
+    whole = isinstance(rows, list) and len(rows) == num_rows(cell, settings) and all(isinstance(r, dict) for r in rows)
+    if not whole or any(set(KEYS[cell.kind]) - LATER - row.keys() or row["failed"] for row in rows):
+        return []
+    rows = [dict.fromkeys(KEYS[cell.kind]) | row for row in rows]
+    there = cell.kind != "privacy" or (folder / f"{cell.name}.safetensors").is_file()
+    return rows if there else []
+
+
+def _in_order(cells: Iterable[Cell], found: Mapping[str, Rows]) -> Rows:
+    return [row for cell in cells for row in found.get(cell.name, [])]
+
+
+def _hash(settings: AuditSettings) -> str:
+    return hashlib.blake2b(to_toml(settings), digest_size=16).hexdigest()
+
+
+def _title(row: Mapping[str, Any]) -> str:
+    if row["kind"] == "utility":
+        return f"training under {row['defence']}, seed {row['seed']}"
+    return f"{row['attack']} on {row['defence']}{', adaptive' if row.get('adaptive') else ''}, seed {row['seed']}"

@@ -1,0 +1,90 @@
+"""The utility cell of an audit: what a defence costs in accuracy and time."""
+
+import dataclasses
+import statistics
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from gradveil.audits.plan import Cell, Rows, facts_of, finite
+from gradveil.audits.settings import AuditSettings
+from gradveil.data import Dataset
+from gradveil.defences import Budget
+from gradveil.engines.devices import local_settings
+from gradveil.engines.simulation import Simulation
+from gradveil.progress import tell
+from gradveil.storage import forget_states
+
+TIMED_ROUNDS = 9
+"""Rounds in which `none` trains too, in turns with the defence, for the ratio of their times."""
+
+UTILITY = (
+    "kind", "defence", "seed", "accuracy", "accuracy_sensitive", "loss", "round_seconds", "overhead", "rounds",
+    "epsilon", "delta", "seconds", "why", "failed", "cell",
+)  # fmt: skip
+
+
+def price_cell(
+    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, clients: Path | None = None
+) -> Rows:
+    """Train under the defence; in the first rounds `none` trains too, in turns, so that a noisy machine hits both.
+
+    ``clients`` is where clients keep their private files; what an earlier try made of their images is used again.
+    """
+    training = settings.training(cell.defence, cell.seed)
+    training = dataclasses.replace(training, eval_every=training.rounds)
+    started = time.perf_counter()
+    ours: list[float] = []
+    plain: list[float] = []
+    row: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if clients is not None:
+            forget_states(clients)
+        defended = Simulation(training, workers=0, dataset=dataset, data_root=root, clients_folder=clients)
+        simulation = stack.enter_context(defended)
+        runs = [(simulation, ours)]
+        if cell.defence != "none":
+            undefended = Simulation(dataclasses.replace(training, defence="none", aux=""), workers=0, dataset=dataset)
+            runs.append((stack.enter_context(undefended), plain))
+        for number in range(1, training.rounds + 1):
+            for run, seconds in reversed(runs) if number % 2 else runs:  # who goes first changes
+                if run is simulation or number <= TIMED_ROUNDS:
+                    last = run.step(number)[0]
+                    seconds.append(float(str(last["seconds"])))
+                    row = last if run is simulation else row
+            tell(number / training.rounds)
+        budget, why = _worst_budget(simulation), _protected(simulation)
+    ratios = [one / other for one, other in zip(ours, plain, strict=False)]
+    ratios = ratios[1:]  # the first round warms caches
+    found = {
+        "accuracy": row["accuracy"],
+        "accuracy_sensitive": row["accuracy_sensitive"],
+        "loss": row["loss"],
+        "round_seconds": round(statistics.median(ours), 4),
+        "overhead": 1.0 if not plain else round(statistics.median(ratios), 3) if ratios else None,
+        "rounds": training.rounds,
+        "epsilon": finite(budget.epsilon if budget else None),
+        "delta": budget.delta if budget else None,
+        "seconds": round(time.perf_counter() - started, 3),
+        "why": why,
+        "failed": False,
+    }
+    return [{key: (facts_of(cell) | found)[key] for key in UTILITY}]
+
+
+def _protected(simulation: Simulation) -> str:
+    """What the price is of, where a defence protects marked images alone."""
+    if not simulation.defence.marked_only:
+        return ""
+    share = float(simulation.data.sensitive.mean())
+    return f"{share:.0%} of the images are marked, and only these have all of its protection (--sensitive)"
+
+
+def _worst_budget(simulation: Simulation) -> Budget | None:
+    """The guarantee of the client that gives away most, if it trains in every round."""
+    how, rounds = local_settings(simulation.settings), simulation.settings.rounds
+    entries = sum(p.numel() for p in simulation.net.module.parameters() if p.requires_grad)
+    budgets = [simulation.defence.budget(how.releases(size, rounds, entries)) for size in set(simulation.sizes)]
+    known = [budget for budget in budgets if budget is not None]
+    return max(known, default=None)

@@ -1,0 +1,1 @@
+"""What defences are made of."""

@@ -1,0 +1,1 @@
+"""A federated round: a client's local training, the server's sum, and the flat vectors between them."""

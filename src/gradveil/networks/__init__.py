@@ -1,0 +1,1 @@
+"""What a network computes, layer by layer: gradients per example, features, and who calls whom."""

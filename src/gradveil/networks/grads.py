@@ -1,0 +1,375 @@
+"""Per-example parameter gradients, fast and differentiable again: the engine room of attacks and defences.
+
+All examples share the weights, so one batched forward and one batched backward suffice: the layers' inputs and the
+gradients of their outputs are captured, and each layer's weight gradient is a small product of the two
+(Goodfellow 2015, https://arxiv.org/abs/1510.01799; convolutions by patches, as Opacus does). With
+``create_graph=True`` the result can be differentiated once more, which gradient matching needs.
+
+Layers with a rule of their own: Linear, Conv2d, BatchNorm (evaluation mode), GroupNorm, LayerNorm. Any other layer
+takes `torch.func.vmap` over its own backward, and so does a network as a whole whose parameters are not all reached, or
+whose gradients do not add up to autograd's (a weight used behind a layer's back), which is looked at once a network.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil.errors import ConfigError
+from gradveil.networks.layers import layer_gradient, own_parameters, small_convolutions
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Takes outputs (N, classes) and labels; returns one loss an example, (N,)."""
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each example; labels are classes (N,) or probabilities (N, classes)."""
+    return F.cross_entropy(outputs, labels, reduction="none")
+
+
+def example_gradients(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    group_size: int = 1,
+    loss: Loss = cross_entropy,
+    create_graph: bool = False,
+) -> dict[str, Tensor]:
+    """The gradient of each group's mean loss, by parameter name.
+
+    Args:
+        network: in evaluation mode where it has BatchNorm, which else mixes the examples.
+        images: (N, C, H, W).
+        labels: (N,) or (N, classes).
+        group_size: examples a group, N a multiple of it; 1 gives per-example gradients.
+        loss: one loss an example.
+        create_graph: whether the result can be differentiated with respect to images and labels.
+
+    Returns:
+        For each parameter that requires a gradient a tensor (N / group_size, its shape).
+    """
+    gradients, _ = _gradients(network, images, labels, group_size, loss, create_graph)
+    return gradients if create_graph else {name: tensor.detach() for name, tensor in gradients.items()}
+
+
+def gradients_and_outputs(network: nn.Module, images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Per-example gradients of the cross-entropy, and what the network gives, (N, classes), by one forward pass.
+
+    Both can be differentiated with respect to images and labels.
+    """
+    gradients, outputs = _gradients(network, images, labels, 1, cross_entropy, create_graph=True)
+    return gradients, network(images) if outputs is None else outputs
+
+
+def _gradients(
+    network: nn.Module, images: Tensor, labels: Tensor, group_size: int, loss: Loss, create_graph: bool
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Gradients, and the outputs where they were met on the way."""
+    if len(images) % group_size:
+        raise ConfigError(f"group_size must divide the {len(images)} examples, got {group_size}.")
+    refuse_mixing_layers(network)
+    wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    gradients, met = None, list[Tensor]()
+
+    def met_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        met.append(outputs)
+        return loss(outputs, labels)
+
+    if _by_layers_holds.get(network, True):
+        gradients = _by_layers(network, images, labels, group_size, met_loss, create_graph, wanted)
+    if gradients is not None and network not in _by_layers_holds and get_proxy_mode() is None:
+        _by_layers_holds[network] = _adds_up(network, images, labels, group_size, loss, gradients, wanted)
+        gradients = gradients if _by_layers_holds[network] else None
+    if gradients is None:
+        return _by_vmap(network, images, labels, group_size, loss, wanted), None
+    return gradients, met[-1]
+
+
+_by_layers_holds: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
+"""Networks whose gradients by layers were compared with autograd's once, and whether they agreed."""
+
+
+def _adds_up(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    group_size: int,
+    loss: Loss,
+    gradients: dict[str, Tensor],
+    wanted: dict[str, nn.Parameter],
+) -> bool:
+    """Whether a weighted sum over groups is autograd's own: not so where a layer is used in ways no hook sees."""
+    groups = len(images) // group_size
+    weights = torch.linspace(0.5, 1.5, groups, dtype=images.dtype, device=images.device)
+    with torch.enable_grad():
+        losses = loss(network(images.detach()), labels.detach()).view(groups, group_size).mean(1)
+        plain = torch.autograd.grad((losses * weights).sum(), list(wanted.values()), allow_unused=True)
+    for (name, parameter), theirs in zip(wanted.items(), plain, strict=True):
+        ours = torch.einsum("g,g...->...", weights, gradients[name].detach())
+        theirs = torch.zeros_like(parameter) if theirs is None else theirs
+        if float((ours - theirs).norm()) > 1e-2 * float(theirs.norm()) + 1e-6 * float(parameter.numel()) ** 0.5:
+            return False
+    return True
+
+
+def _by_layers(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    group_size: int,
+    loss: Loss,
+    create_graph: bool,
+    wanted: dict[str, nn.Parameter],
+) -> dict[str, Tensor] | None:
+    """Gradients from captured inputs and output gradients; None where some parameter is not reached by its layer."""
+    layers = {name: layer for name, layer in network.named_modules() if own_parameters(layer)}
+    if any(own_parameters(layer) and list(layer.children()) for layer in layers.values()):
+        return None
+    calls, downstream = _run(
+        network, layers, lambda outputs: loss(outputs, labels).sum() / group_size, images, create_graph
+    )
+    if calls is None or any(len(call.inputs) != 1 or len(call.inputs[0]) != len(images) for call in calls):
+        return None
+    found: dict[str, Tensor] = {}
+    for call, gradient in zip(calls, downstream, strict=True):
+        prefix = f"{call.name}." if call.name else ""
+        own = {} if gradient is None else layer_gradient(layers[call.name], call.inputs[0], gradient)
+        for key, value in own.items():
+            grouped = _grouped(value, group_size).sum(1) if group_size > 1 else value
+            full = prefix + key
+            found[full] = found[full] + grouped if full in found else grouped  # a layer may be used twice
+    aliases = {full: name for name, parameter in wanted.items() for full in found if _same(network, full, parameter)}
+    if set(aliases.values()) != set(wanted):
+        return None
+    gradients: dict[str, Tensor] = {}
+    for full, name in aliases.items():  # tied parameters: the sum over all their names
+        gradients[name] = gradients[name] + found[full] if name in gradients else found[full]
+    return {name: gradients[name] for name in wanted}
+
+
+def _by_vmap(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    group_size: int,
+    loss: Loss,
+    wanted: dict[str, nn.Parameter],
+) -> dict[str, Tensor]:
+    """The slow and general way: each group's gradient of the whole network under vmap."""
+
+    def group_loss(parameters: dict[str, Tensor], group: Tensor, group_labels: Tensor) -> Tensor:
+        return loss(torch.func.functional_call(network, parameters, (group,)), group_labels).mean()
+
+    each = torch.func.vmap(torch.func.grad(group_loss), in_dims=(None, 0, 0), randomness="error")
+    result: dict[str, Tensor] = each(dict(wanted), _grouped(images, group_size), _grouped(labels, group_size))
+    return result
+
+
+def _grouped(tensor: Tensor, group_size: int) -> Tensor:
+    return tensor.reshape(-1, group_size, *tensor.shape[1:])
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a layer in the forward pass; ``version`` tells whether the output was changed in place later."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+    version: int
+
+
+def _run(
+    network: nn.Module,
+    layers: dict[str, nn.Module],
+    total: Callable[[Tensor], Tensor],
+    images: Tensor,
+    create_graph: bool,
+    *,
+    copy: bool = False,
+) -> tuple[list[_Call] | None, tuple[Tensor | None, ...]]:
+    """Forward and backward with all calls of the layers captured, and the gradient of ``total`` by their outputs."""
+    calls: list[_Call] = []
+    odd: list[str] = []
+
+    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if not isinstance(output, Tensor):
+                odd.append(name)  # a recurrent layer gives a tuple
+                return output
+            calls.append(_Call(name, inputs, output, output._version))
+            return output.clone() if copy else output
+
+        return record
+
+    handles = [layer.register_forward_hook(recorder(name)) for name, layer in layers.items()]
+    try:
+        with torch.enable_grad(), small_convolutions(network) if images.requires_grad else nullcontext():
+            value = total(network(images))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if odd:
+        return None, ()
+    if not copy and any(call.output._version != call.version for call in calls):
+        return _run(network, layers, total, images, create_graph, copy=True)
+    outputs = [call.output for call in calls]
+    return calls, torch.autograd.grad(value, outputs, create_graph=create_graph, allow_unused=True)
+
+
+def _same(network: nn.Module, full: str, parameter: nn.Parameter) -> bool:
+    owner, _, key = full.rpartition(".")
+    return getattr(network.get_submodule(owner), key) is parameter
+
+
+def refuse_mixing_layers(network: nn.Module) -> None:
+    """Raise where BatchNorm would make an example's output depend on the others."""
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+            raise ConfigError(
+                f"Derivatives by example need BatchNorm in evaluation mode with running statistics, got {name!r} in "
+                "training mode, where examples are mixed. Call network.eval(), or use GroupNorm."
+            )
+
+
+def batched_vjp(outputs: Tensor, inputs: Tensor, cotangents: Tensor, *, chunk: int = 64) -> Tensor:
+    """Vector-Jacobian products for many cotangents at once.
+
+    Args:
+        outputs: any shape, computed from ``inputs``.
+        inputs: the tensor to differentiate by.
+        cotangents: (K, shape of outputs).
+        chunk: how many are taken together.
+
+    Returns:
+        (K, shape of inputs).
+    """
+    pieces = [
+        torch.autograd.grad(outputs, inputs, part, retain_graph=True, is_grads_batched=True)[0]
+        for part in torch.split(cotangents, chunk)
+    ]
+    return torch.cat(pieces) if pieces else inputs.new_zeros(0, *inputs.shape)
+
+
+def batched_jvp(function: Callable[[Tensor], Tensor], inputs: Tensor, tangents: Tensor, *, chunk: int = 16) -> Tensor:
+    """Jacobian-vector products in forward mode for many tangents (K, shape of inputs); returns (K, outputs)."""
+    inputs = inputs.contiguous()  # forward mode refuses expanded memory
+
+    def one(tangent: Tensor) -> Tensor:
+        product: Tensor = torch.func.jvp(function, (inputs,), (tangent,))[1]
+        return product
+
+    result: Tensor = torch.func.vmap(one, chunk_size=chunk)(tangents)
+    return result
+
+
+def layer_inputs(network: nn.Module, names: Sequence[str], images: Tensor) -> list[Tensor]:
+    """What the named layers are given when the network sees the images, one tensor a name; differentiable.
+
+    Each must be called exactly once in a forward pass, with one tensor.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found[name].append(inputs[0].clone())  # it may be changed in place later
+
+        return record
+
+    handles = [network.get_submodule(name).register_forward_pre_hook(recorder(name)) for name in found]
+    try:
+        network(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, calls in found.items():
+        if len(calls) != 1:
+            raise ConfigError(f"Layer {name!r} must be used once in a forward pass, got {len(calls)} uses.")
+    return [found[name][0] for name in names]
+
+
+def jacobian_row_norms(
+    function: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    *,
+    order: float = 2.0,
+    probes: int = 0,
+    rng: torch.Generator | None = None,
+    chunk: int = 64,
+    forward: bool = False,
+) -> Tensor:
+    r"""For each example n and feature i the norm :math:`\|\partial f_i(x_n) / \partial x_n\|_p`, shape (N, features).
+
+    Exact by batched backward passes, one a feature, or by ``forward`` ones, one a number of the input; or, for the
+    Euclidean norm, estimated for all features at once by ``probes`` forward-mode products with Gaussian v, since
+    :math:`E[(Jv)_i^2] = \|J_i\|_2^2`. The estimate's relative standard deviation is about
+    :math:`1 / \sqrt{2\,\text{probes}}`.
+
+    Args:
+        function: maps (N, ...) to (N, features), each example by itself.
+        inputs: (N, ...).
+        order: p of the norm, infinity included.
+        probes: 0 is exact.
+        rng: needed for probes; a CPU generator.
+        chunk: products taken together.
+        forward: whether exact norms come by forward passes, where the network knows them.
+    """
+    if probes:
+        return _estimated_row_norms(function, inputs.detach(), order, probes, rng, chunk)
+    leaf = inputs.detach().requires_grad_()
+    with torch.enable_grad():
+        features = function(leaf)  # (N, features)
+    if forward:
+        with suppress(RuntimeError):  # a layer may know the way back only
+            return _forward_row_norms(function, inputs.detach(), order, chunk)
+    norms = []
+    for some in torch.split(torch.arange(features.shape[1], device=features.device), chunk):
+        rows = F.one_hot(some, features.shape[1]).to(features)  # (chunk, features)
+        products = batched_vjp(features, leaf, rows.unsqueeze(1).expand(-1, len(features), -1), chunk=chunk)
+        norms.append(torch.linalg.vector_norm(products.flatten(2), order, dim=2))
+    return torch.cat(norms).T.detach()
+
+
+def _forward_row_norms(function: Callable[[Tensor], Tensor], inputs: Tensor, order: float, chunk: int) -> Tensor:
+    size = inputs[0].numel()
+    columns: list[Tensor] = []  # each (N, features): the norms over some numbers of the input
+    with torch.no_grad():
+        for some in torch.split(torch.arange(size, device=inputs.device), chunk):
+            basis = F.one_hot(some, size).to(inputs).view(-1, 1, *inputs.shape[1:])
+            products = batched_jvp(function, inputs, basis.expand(-1, *inputs.shape).contiguous(), chunk=chunk)
+            columns.append(torch.linalg.vector_norm(products, order, dim=0))
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(columns), order, dim=0)
+    return norms
+
+
+def _estimated_row_norms(
+    function: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    order: float,
+    probes: int,
+    rng: torch.Generator | None,
+    chunk: int,
+) -> Tensor:
+    if rng is None:
+        raise ConfigError("probes need a random generator, got rng=None.")
+    if order != 2:
+        raise ConfigError(f"probes estimate the Euclidean norm only, order must be 2 with them, got {order:g}.")
+    total = torch.zeros((), dtype=inputs.dtype, device=inputs.device)
+    with torch.no_grad():
+        for start in range(0, probes, chunk):
+            shape = (min(chunk, probes - start), *inputs.shape)
+            tangents = torch.randn(shape, generator=rng, dtype=inputs.dtype).to(inputs.device)
+            try:
+                total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"probes must be 0 for a network that can't be differentiated forward, got {probes}: {error}"
+                ) from error
+    return (total / probes).sqrt()

@@ -1,0 +1,150 @@
+"""The gradient of a layer's own parameters, example by example, from its input and its output's gradient."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil.networks.convolution import Geometry, convolve, weight_gradient
+
+
+def own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that belong to the layer itself and are trained."""
+    return {key: p for key, p in layer.named_parameters(recurse=False) if p.requires_grad}
+
+
+def layer_gradient(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    """Per-example gradients (N, ...) of a layer's own parameters, from its input and its output's gradient."""
+    own = own_parameters(layer)
+    kind = type(layer)  # not isinstance: a subclass may compute something else
+    if kind is nn.Linear:
+        found = _linear(inputs, gradient)
+    elif isinstance(layer, nn.Conv2d) and kind is nn.Conv2d:
+        found = _conv2d(layer, inputs, gradient)
+    elif isinstance(layer, _BatchNorm) and kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        found = _channelwise(_batch_normalised(layer, inputs), gradient)
+    elif isinstance(layer, nn.GroupNorm) and kind is nn.GroupNorm:
+        found = _channelwise(F.group_norm(inputs, layer.num_groups, eps=layer.eps), gradient)
+    elif isinstance(layer, nn.LayerNorm) and kind is nn.LayerNorm:
+        found = _layer_norm(layer, inputs, gradient)
+    else:
+        found = {}
+    if not own.keys() <= found.keys():
+        found = _any_layer(layer, own, inputs, gradient)
+    return {key: found[key] for key in own}
+
+
+def _linear(inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    rows = gradient.reshape(len(gradient), -1, gradient.shape[-1])  # (N, positions, out)
+    columns = inputs.reshape(len(inputs), -1, inputs.shape[-1])  # (N, positions, in)
+    return {"weight": rows.mT @ columns, "bias": rows.sum(1)}
+
+
+def _conv2d(layer: nn.Conv2d, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    where = _geometry(layer, inputs)
+    if where is not None:
+        return {"weight": weight_gradient(inputs, gradient, where), "bias": gradient.sum((2, 3))}
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    padded = F.pad(inputs, layer._reversed_padding_repeated_twice, mode=mode)
+    patches = F.unfold(padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride)  # (N, in*k*k, L)
+    count, _, positions = patches.shape
+    patches = patches.reshape(count, layer.groups, -1, positions)  # (N, groups, in/groups*k*k, L)
+    rows = gradient.reshape(count, layer.groups, -1, positions)  # (N, groups, out/groups, L)
+    weight = (rows @ patches.mT).reshape(count, *layer.weight.shape)
+    return {"weight": weight, "bias": gradient.sum((2, 3))}
+
+
+def _batch_normalised(layer: _BatchNorm, inputs: Tensor) -> Tensor:
+    return F.batch_norm(inputs, layer.running_mean, layer.running_var, training=False, eps=layer.eps)
+
+
+def _channelwise(normalised: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    rest = tuple(range(2, gradient.dim()))
+    product = gradient * normalised
+    return {
+        "weight": product.sum(rest) if rest else product,
+        "bias": gradient.sum(rest) if rest else gradient,
+    }
+
+
+def _layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    rest = tuple(range(1, gradient.dim() - len(layer.normalized_shape)))
+    product = gradient * F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
+    return {
+        "weight": product.sum(rest) if rest else product,
+        "bias": gradient.sum(rest) if rest else gradient,
+    }
+
+
+def _any_layer(layer: nn.Module, own: dict[str, nn.Parameter], inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    """Vmap over the layer's own backward; right for any layer that treats examples apart."""
+
+    def one(example: Tensor, output_gradient: Tensor) -> dict[str, Tensor]:
+        def forward(parameters: dict[str, Tensor]) -> Tensor:
+            output: Tensor = torch.func.functional_call(layer, parameters, (example.unsqueeze(0),))
+            return output
+
+        backward = torch.func.vjp(forward, dict(own))[1]
+        found: dict[str, Tensor] = backward(output_gradient.unsqueeze(0))[0]
+        return found
+
+    result: dict[str, Tensor] = torch.func.vmap(one)(inputs, gradient)
+    return result
+
+
+@contextmanager
+def small_convolutions(network: nn.Module) -> Iterator[None]:
+    """Compute convolutions of few channels by matrix products while the inputs are what is differentiated by.
+
+    oneDNN takes up to three times as long for them, most of it for the gradient by the input. The weights count as
+    constants, which they are for whoever searches images.
+    """
+
+    def by_products(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
+        def forward(images: Tensor) -> Tensor:
+            where = _geometry(layer, images)
+            if where is None:
+                return nn.Conv2d.forward(layer, images)
+            output = convolve(images, layer.weight.detach(), where)
+            return output if layer.bias is None else output + layer.bias.detach()[:, None, None]
+
+        return forward
+
+    small = [
+        layer
+        for layer in network.modules()
+        if type(layer) is nn.Conv2d and _is_small(layer) and "forward" not in vars(layer)
+    ]
+    for layer in small:
+        vars(layer)["forward"] = by_products(layer)
+    try:
+        yield
+    finally:
+        for layer in small:
+            del vars(layer)["forward"]
+
+
+def few_channels(network: nn.Module) -> bool:
+    """Whether all convolutions of a network have few channels, so that oneDNN is slow backward."""
+    convolutions = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
+    return bool(convolutions) and all(map(_is_small, convolutions))
+
+
+def _is_small(layer: nn.Conv2d) -> bool:
+    return layer.in_channels * layer.out_channels < _SMALL
+
+
+_SMALL = 256
+"""Input times output channels below which matrix products win, by benchmarks on a CPU."""
+
+
+def _geometry(layer: nn.Conv2d, images: Tensor) -> Geometry | None:
+    """Where a convolution's kernel goes; None for those that `gradveil.networks.convolution` does not know."""
+    plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
+    if not plain or isinstance(layer.padding, str):
+        return None
+    pairs = [(pair[0], pair[1]) for pair in (images.shape[2:], layer.kernel_size, layer.stride, layer.padding)]
+    return Geometry(*pairs)

@@ -1,0 +1,112 @@
+"""Attacks on single updates under DCS2 and its baselines."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks import Scene, build_attack
+from gradveil.data import Split
+from gradveil.data.federated import federate
+from gradveil.defences import build_defence
+from gradveil.engines.simulation import chosen_normalisation
+from gradveil.metrics import score_targets
+from gradveil.models import create_model
+from gradveil.randomness import stream
+from gradveil.reproduce.base import rounded
+from gradveil.reproduce.dcs2_training import CLIENTS, DEFENDED, Images
+from gradveil.threat import Knowledge, ThreatModel
+from gradveil.threat.observe import observe
+from gradveil.types import Batch
+
+FIGURES = ("psnr", "ssim", "lpips")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is attacked.
+
+    Attributes:
+        network: untrained, with its normalisation.
+        private: single images of the client that defends, one a target.
+        public: images of nobody's, which the attacker knows.
+        aux: public images at hand on the client's device.
+        averages: (classes, C, H, W), the mean public image of each class.
+        num_classes: of the task.
+    """
+
+    network: nn.Module
+    private: Sequence[Batch]
+    public: Batch
+    aux: Batch
+    averages: Tensor
+    num_classes: int
+
+    @property
+    def truth(self) -> Tensor:
+        """(targets, 1, C, H, W)."""
+        return torch.stack([batch.images for batch in self.private])
+
+
+def make_case(images: Images, model: str, partition: str, targets: int, seed: int) -> Case:
+    """The first images of the client that defends, all sensitive, and the network before its first round."""
+    data = images.data
+    mine = federate(data, partition, CLIENTS, "1.0", seed).client(DEFENDED)
+    public, aux = (_all(known.train) for known in (images.public, images.aux))
+    network = create_model(model, data.shape, data.num_classes, seed, chosen_normalisation("dataset", data))
+    private = [mine[slice(number, number + 1)] for number in range(min(targets, len(mine)))]
+    return Case(network.eval(), private, public, aux, class_averages(public, data.num_classes), data.num_classes)
+
+
+def _all(split: Split) -> Batch:
+    images, labels = torch.from_numpy(split.images).float() / 255, torch.from_numpy(split.labels)
+    return Batch(images, labels, torch.zeros(len(labels), dtype=torch.bool))
+
+
+def class_averages(public: Batch, num_classes: int) -> Tensor:
+    """(classes, C, H, W): the mean image of each class, or of all where a class has none.
+
+    Example:
+        >>> images = torch.tensor([0.0, 1.0, 0.5]).view(3, 1, 1, 1)
+        >>> class_averages(Batch(images, torch.tensor([0, 0, 2]), torch.zeros(3) > 0), 3).flatten().tolist()
+        [0.5, 0.5, 0.5]
+    """
+    own = [public.images[public.labels == kind] for kind in range(num_classes)]
+    return torch.stack([(some if len(some) else public.images).mean(0) for some in own])
+
+
+def attack_case(case: Case, defence: str, attack: str, *, adaptive: bool, seed: int) -> Tensor:
+    """What the attack makes of all targets' updates, (targets, 1, C, H, W)."""
+    built, defending = build_attack(attack), build_defence(defence)
+    shape = tuple(case.private[0].images.shape[1:])
+    scene = Scene((shape[0], shape[1], shape[2]), case.num_classes)
+    alters = Knowledge.ALTERS_MODEL in built.needs
+    knows = ["labels", "num-examples", "class-averages"]
+    knows += [*built.needs] + ["defence"] * adaptive
+    seen = observe(
+        case.network,
+        case.private,
+        threat=ThreatModel.of(*knows),
+        num_classes=case.num_classes,
+        defence=defending,
+        class_averages=case.averages,
+        public_data=case.public,
+        alter=(lambda network: built.alter(network, scene, stream(seed, "alter"))) if alters else None,
+        aux=case.aux if defending.uses_aux else None,
+        seed=seed,
+    )
+    return built(seen, stream(seed, "dcs2", "attack")).images
+
+
+def scores(case: Case, guess: Tensor, root: Path | None) -> dict[str, float | None]:
+    """Mean and standard deviation over the targets of each figure that can be measured."""
+    figures, _ = score_targets(case.truth, guess, root)
+    found: dict[str, float | None] = {}
+    for name in FIGURES:
+        values = [value for row in figures if (value := row[name]) is not None]
+        found[name] = rounded(statistics.fmean(values)) if values else None
+        found[f"{name}_std"] = rounded(statistics.pstdev(values), 2) if values else None
+    return found

@@ -1,0 +1,265 @@
+"""Attack updates that were saved as files, by whatever framework, and leave pictures and numbers in a folder."""
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+from torch import Tensor, nn
+
+from gradveil.attacks import Attack, build_attack
+from gradveil.attacks.parts.adaptive import countermoves
+from gradveil.data import load_dataset
+from gradveil.defences import build_defence
+from gradveil.engines.devices import defended
+from gradveil.engines.simulation import check_output, usable_device
+from gradveil.errors import ConfigError, DataError, RunFolderError, TrainingError
+from gradveil.metrics import METRICS, align, score_targets
+from gradveil.models import create_model, load_weights
+from gradveil.models.base import parse_normalisation
+from gradveil.threat.observe import hold_private
+from gradveil.randomness import stream
+from gradveil.threat.received import received
+from gradveil.report.pictures import strip_png
+from gradveil.engines.run_folder import RunFolder, to_lines
+from gradveil.storage import load_tensors, read_metadata, to_safetensors, write_atomic
+from gradveil.threat import Observation, Reconstruction
+from gradveil.types import Batch
+from gradveil.runs.update_spec import UpdateSpec
+from gradveil.validate import in_range, is_file
+
+PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")
+
+
+def attack_files(
+    model_file: Path,
+    updates: Sequence[Path],
+    spec: UpdateSpec,
+    attack: str,
+    out: Path,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    truth: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Attack all updates at once and leave settings, rows, images and reconstruction in ``out``; returns the rows.
+
+    Everything is read and checked before the folder is made. Same files and arguments, same rows but for ``seconds``,
+    which is each target's share of the whole.
+
+    Args:
+        model_file: the weights as they were broadcast (safetensors).
+        updates: one file a client: tensors by parameter name (safetensors or .npz).
+        spec: what is known of them.
+        attack: an attack with its settings, ``name:key=value``.
+        out: a folder that is new or empty.
+        seed: of the attack's random draws.
+        device: where it runs.
+        truth: an .npz file with the private ``images``, for scores; the attack never sees it.
+    """
+    in_range("seed", seed, 0, 2**63 - 1)
+    spec = spec.resolved()
+    chosen = build_attack(attack)
+    _check_new(out)
+    seen = _observe(spec, model_file, updates, usable_device(device))
+    _check_needs(chosen, seen)
+    private = None if truth is None else _read_truth(truth, seen, spec.num_examples)
+    settings = {
+        "attack": chosen.spec,
+        "seed": seed,
+        "device": device,
+        "model_file": str(model_file.resolve()),
+        "updates": [str(path.resolve()) for path in updates],
+        "truth": "" if truth is None else str(truth.resolve()),
+        "spec": {key: value for key, value in asdict(spec).items() if value is not None},
+    }
+    with RunFolder(out):
+        started = time.perf_counter()
+        try:
+            result = chosen(seen, stream(seed, "attack"))
+        except RuntimeError as error:  # torch's own, e.g. out of memory, or a layer that it can't differentiate
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise TrainingError(f"The attack failed on its way: {first}. Nothing was saved.") from error
+        share = (time.perf_counter() - started) / seen.num_targets
+        facts = {
+            "defence": spec.defence or "unknown",
+            "attack": chosen.spec,
+            "adaptive": bool(countermoves(seen)) and getattr(chosen, "adapt", "none") != "none",
+            "seed": seed,
+        }
+        rows = [
+            facts | _row(seen, result, target, private) | {"seconds": round(share, 3)}
+            for target in range(seen.num_targets)
+        ]
+        pictures = {f"images/target-{target}.png": strip_png(guess) for target, guess in enumerate(result.images)}
+        tensors = {"images": result.images, "labels": result.labels}
+        files = {
+            "settings.toml": tomli_w.dumps(settings).encode(),
+            "reconstruction.safetensors": to_safetensors(tensors, {"attack": chosen.spec, "seed": str(seed)}),
+            **pictures,
+            "rows.jsonl": to_lines(rows),  # last: where it is, all is there
+        }
+        for name, content in files.items():
+            write_atomic(out / name, content)
+    return rows
+
+
+def read_update(path: Path) -> dict[str, Tensor]:
+    """One client's tensors by name, from safetensors or .npz; nothing pickled is ever opened."""
+    _check_file(path)
+    return _read_arrays(path) if path.suffix.lower() == ".npz" else load_tensors(path)
+
+
+def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device: torch.device) -> Observation:
+    """What the files and the specification show a server."""
+    channels, height, width = spec.shape
+    shape = (channels, height, width)
+    defence = build_defence(spec.defence) if spec.defence else None
+    network: nn.Module = create_model(
+        spec.model, shape, spec.num_classes, seed=0, normalisation=parse_normalisation(spec.normalise, channels)
+    )
+    if defence is not None:
+        network = defended(network, defence, 0, "server")
+        hold_private(network, defence)
+    _check_file(model_file)
+    try:
+        load_weights(network, model_file, defence.private if defence else lambda _: False)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_other_defence(model_file, spec.defence)}") from error
+    check_output(network.to(device), shape, spec.num_classes, device)
+    return received(
+        network,
+        [read_update(path) for path in updates],
+        shape=shape,
+        num_classes=spec.num_classes,
+        kind=spec.kind,
+        lr=1.0 if spec.lr is None else spec.lr,
+        num_examples=spec.num_examples,
+        labels=None if spec.labels is None else torch.tensor(spec.labels),
+        local_steps=spec.local_steps(),
+        defence=defence,
+        public_data=_public(spec.public_data, shape, device) if spec.public_data else None,
+    )
+
+
+def _other_defence(model_file: Path, given: str) -> str:
+    """What to do where a file that does not fit says that it was saved under another defence than the one given."""
+    with suppress(DataError):
+        saved = read_metadata(model_file).get("defence", "")
+        if saved and saved != (given or "none"):
+            return f" The file was saved under defence {saved!r}: put `defence = {json.dumps(saved)}` into the spec."
+    return ""
+
+
+PUBLIC = 500
+"""Public images that an attack is given at most."""
+
+
+def _public(dataset: str, shape: tuple[int, int, int], device: torch.device) -> Batch:
+    """The first test images of a data set."""
+    there = load_dataset(dataset)
+    if there.shape != shape:
+        raise ConfigError(f"public_data must be images of shape {shape}, got {there.shape} in {dataset!r}.")
+    pixels = torch.from_numpy(there.test.images[:PUBLIC])
+    images = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+    labels = torch.from_numpy(there.test.labels[:PUBLIC])
+    return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool)).to(device)
+
+
+def _check_new(out: Path) -> None:
+    with suppress(OSError):  # what is no folder, `RunFolder` refuses
+        found = sorted(entry.name for entry in out.iterdir() if entry.name != ".lock")
+        if found:
+            raise RunFolderError(f"{out} must be new or empty, got a folder with {found[0]!r}. Choose another --out.")
+
+
+def _check_needs(attack: Attack, seen: Observation) -> None:
+    lacking = sorted(knowledge.value.replace("-", "_") for knowledge in attack.needs - seen.threat.knows)
+    if lacking:
+        raise ConfigError(f"Attack {attack.name!r} needs {', '.join(lacking)}, got none. State it in the --spec file.")
+
+
+def _check_file(path: Path) -> None:
+    if path.suffix.lower() in PICKLED:
+        raise ConfigError(
+            f"{path} must be a safetensors file, got a pickled one ({path.suffix}), which can run code and is never "
+            f"opened. Where it was made, convert it: safetensors.torch.save_file(tensors_by_name, "
+            f"{path.with_suffix('.safetensors').name!r})."
+        )
+    if not is_file(path):
+        raise ConfigError(f"{path} must exist, got no such file.")
+
+
+def _read_arrays(path: Path) -> dict[str, Tensor]:
+    """The arrays of an .npz file; bytes stay bytes, all others become float64."""
+    try:
+        with warnings.catch_warnings(), path.open("rb") as file:
+            warnings.simplefilter("ignore")  # headers written by Python 2 make numpy warn, harmlessly
+            content = np.load(file, allow_pickle=False)
+            arrays = {name: content[name] for name in content.files}
+        odd = [f"{name} of type {array.dtype}" for name, array in arrays.items() if array.dtype.kind not in "fiub"]
+        if odd:
+            raise ValueError(f"it holds {odd[0]}")
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds for a broken file
+        raise DataError(
+            f"{path} must be an .npz file of arrays of numbers by name, but {type(error).__name__}: {error}. "
+            "Save it again with numpy.savez; arrays of Python objects are not loaded."
+        ) from error
+    return {
+        name: torch.from_numpy(array.copy() if array.dtype == np.uint8 else array.astype(np.float64))
+        for name, array in arrays.items()
+    }
+
+
+def _read_truth(path: Path, seen: Observation, num_examples: int | None) -> Tensor:
+    """The private images (T, B, C, H, W) in [0, 1]; without B where each update has one, without T for one update."""
+    _check_file(path)
+    arrays = _read_arrays(path)
+    if "images" not in arrays:
+        raise DataError(f"{path} must hold an array 'images', got {', '.join(arrays) or 'nothing'}.")
+    images = arrays["images"]
+    got, targets = tuple(images.shape), seen.num_targets
+    images = images.double() / 255 if images.dtype == torch.uint8 else images
+    if images.dim() == 4:
+        images = images[None] if targets == 1 else images[:, None]
+    fits = images.dim() == 5 and len(images) == targets and images.shape[2:] == seen.shape and len(images[0])
+    if not fits or (num_examples and images.shape[1] != num_examples):
+        size = f"({targets}, {num_examples or 'examples'}, {', '.join(map(str, seen.shape))})"
+        raise DataError(f"images of {path} must have shape {size}, got {got}.")
+    if not bool(((images >= 0) & (images <= 1)).all()):
+        raise DataError(f"images of {path} must be bytes or numbers in [0, 1], got others. De-normalise them first.")
+    return images
+
+
+def _row(seen: Observation, result: Reconstruction, target: int, private: Tensor | None) -> dict[str, Any]:
+    """What there is to say of one target."""
+    reasons = [result.why[target]] if result.why else []
+    figures: dict[str, float | None] = dict.fromkeys(METRICS)
+    if private is None:
+        reasons.append("no truth was given")
+    else:
+        guess = align(private[target], result.images[target].cpu())
+        measured, more = score_targets(private[None, target], guess[None])
+        figures |= measured[0]
+        reasons += more[0]
+    return {
+        "target": target,
+        **figures,
+        "converged": bool(result.converged[target]),
+        "attacker_loss": _number(float(result.loss[target])),
+        "knows": seen.threat.names,
+        "labels": result.labels[target].tolist(),
+        "why": "; ".join(filter(None, reasons)),
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

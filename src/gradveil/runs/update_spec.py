@@ -1,0 +1,120 @@
+"""What goes with updates that were saved as files: a TOML file that says what is known of them."""
+
+import dataclasses
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gradveil.federated.protocol import LocalSettings
+from gradveil.config import TrainSettings, absolute_dataset, read_settings, with_absolute_paths
+from gradveil.engines.devices import local_settings
+from gradveil.errors import ConfigError
+from gradveil.registry import convert
+from gradveil.validate import in_range, one_of
+
+_LOCAL = tuple(field.name for field in dataclasses.fields(LocalSettings))
+
+
+@dataclass(frozen=True)
+class UpdateSpec:
+    """What is known of the updates: the TOML file that goes with them. Each fact that is given, the attacker knows.
+
+    Attributes:
+        model: a model of the zoo or the user's own file.py:factory.
+        shape: (C, H, W) of an image.
+        num_classes: of the task.
+        kind: change (weights after minus weights before) or gradient.
+        lr: the clients' learning rate; a change needs it.
+        num_examples: images behind each update.
+        labels: of these images: a list for all updates, or a list of one list an update.
+        normalise: what the clients did to images in [0, 1]: none, imagenet, or mean/std as 0.5/0.5.
+        defence: what the clients ran, "" if that is not known.
+        public_data: a data set whose first test images are of the same kind, "" if there is none at hand.
+        algorithm: fedavg or fedsgd; this and what follows is of local training, see `LocalSettings`.
+        epochs: of local training; without this and ``batch_size`` an update is one step on all images.
+        batch_size: images a local step; 0 is all of them.
+        momentum: of local SGD.
+        nesterov: Nesterov's form of it.
+        weight_decay: L2 penalty.
+        batch_norm: average, local or freeze.
+    """
+
+    model: str
+    shape: tuple[int, ...]
+    num_classes: int
+    kind: str
+    lr: float | None = None
+    num_examples: int | None = None
+    labels: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+    normalise: str = "none"
+    defence: str = ""
+    public_data: str = ""
+    algorithm: str | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    weight_decay: float | None = None
+    batch_norm: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != 3 or min(self.shape) < 1:
+            raise ConfigError(f"shape must be channels, height and width, e.g. [1, 28, 28], got {list(self.shape)}.")
+        in_range("num_classes", self.num_classes, 1)
+        one_of("kind", self.kind, ["change", "gradient"])
+        if self.kind == "change" and self.lr is None:
+            raise ConfigError("lr must be the clients' learning rate where kind is 'change', got none. Add it.")
+        if self.num_examples is not None:
+            in_range("num_examples", self.num_examples, 1)
+        lists = [row if isinstance(row, tuple) else (row,) for row in self.labels or ()]
+        if self.labels is not None and (not lists or len({len(row) for row in lists}) != 1 or not lists[0]):
+            raise ConfigError(f"labels must be a list, or lists of one length, got {list(self.labels)}.")
+        for label in [label for row in lists for label in row]:
+            in_range("labels", label, 0, self.num_classes - 1)
+        given = [name for name in _LOCAL if getattr(self, name) is not None]
+        if given and self.epochs is None and self.batch_size is None:
+            raise ConfigError(
+                f"{given[0]} is of local training, which needs epochs or batch_size, got neither. "
+                "A single step on all images is epochs = 1, batch_size = 0."
+            )
+        self._training()
+
+    def local_steps(self) -> LocalSettings | None:
+        """How the clients trained; None for a single step on all of their images."""
+        return None if self.epochs is None and self.batch_size is None else local_settings(self._training())
+
+    def _training(self) -> TrainSettings:
+        """The same as settings of a training run, which checks them."""
+        local: dict[str, Any] = {name: getattr(self, name) for name in _LOCAL if getattr(self, name) is not None}
+        names: dict[str, Any] = {
+            "model": self.model,
+            "defence": self.defence or "none",
+            "lr": 1.0 if self.lr is None else self.lr,
+        }
+        return TrainSettings(**{**asdict(LocalSettings()), **names, **local})
+
+    def resolved(self) -> "UpdateSpec":
+        """With what follows from the rest filled in, and the user's own files named from the root."""
+        settings = with_absolute_paths(self._training())
+        how = self.local_steps()
+        first = self.labels[0] if self.labels else None
+        count = len(first) if isinstance(first, tuple) else len(self.labels or ()) or None
+        return replace(
+            self,
+            **({} if how is None else asdict(how)),
+            model=settings.model,
+            defence=settings.defence if self.defence else "",
+            public_data=absolute_dataset(self.public_data) if self.public_data else "",
+            lr=settings.lr,
+            num_examples=count if self.num_examples is None else self.num_examples,
+        )
+
+
+def read_spec(path: Path) -> UpdateSpec:
+    """The specification in a TOML file, resolved; an unknown key is an error with a did-you-mean."""
+    values = convert(UpdateSpec, read_settings(path), owner="the specification")
+    needed = [field.name for field in dataclasses.fields(UpdateSpec) if field.default is dataclasses.MISSING]
+    lacking = [name for name in needed if name not in values]
+    if lacking:
+        raise ConfigError(f"{path} must state {', '.join(needed)}, got no {' and no '.join(lacking)}.")
+    return UpdateSpec(**values).resolved()

@@ -1,0 +1,91 @@
+"""The price of a defence: times are of the same rounds, and the budget is the worst client's."""
+
+import dataclasses
+
+import pytest
+
+from gradveil.audits import utility
+from gradveil.audits.plan import Cell
+from gradveil.audits.utility import TIMED_ROUNDS, price_cell
+from gradveil.data import load_dataset
+from gradveil.defences import build_defence
+from gradveil.defences.loda import Loda
+from gradveil.engines.simulation import Simulation
+
+
+def price(settings, defence, clients=None):
+    cell = Cell("utility-00000", "utility", defence, 0)
+    (row,) = price_cell(cell, settings, load_dataset(settings.dataset), clients=clients)
+    return row
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    """Simulations whose rounds take stated times; the fixture is the order in which they were played."""
+    played, step = [], Simulation.step
+
+    def clocked_step(simulation, number):
+        row, result = step(simulation, number)
+        name = simulation.settings.defence
+        played.append((name, number))
+        took = {"none": 0.5, "prune": 1.5}[name] * (100 if number == 1 else number)  # the first warms caches
+        return row | {"seconds": took}, result
+
+    monkeypatch.setattr(utility.Simulation, "step", clocked_step)
+    return played
+
+
+def test_overhead_is_the_ratio_of_the_same_rounds_taken_in_turns(small, clocked):
+    rounds = TIMED_ROUNDS + 2
+    row = price(small(rounds=rounds), "prune")
+    assert row["overhead"] == 3.0
+    assert clocked[:4] == [("none", 1), ("prune", 1), ("prune", 2), ("none", 2)]  # who goes first changes
+    assert sum(name == "none" for name, _ in clocked) == TIMED_ROUNDS
+    assert [number for name, number in clocked if name == "prune"] == list(range(1, rounds + 1))
+
+
+def test_none_is_not_trained_twice(small, clocked):
+    assert price(small(rounds=2), "none")["overhead"] == 1.0
+    assert clocked == [("none", 1), ("none", 2)]
+
+
+def test_the_figures_are_those_of_the_training(small):
+    settings = small(rounds=3, defences="prune")
+    row = price(settings, "prune")
+    with Simulation(settings.training("prune", 0), workers=0) as simulation:
+        last = list(simulation.run())[-1]
+    assert (row["accuracy"], row["accuracy_sensitive"]) == (last["accuracy"], last["accuracy_sensitive"])
+    assert row["loss"] == last["loss"]
+
+
+def test_the_budget_is_that_of_the_client_which_gives_away_most(small):
+    settings = small(rounds=2, partition="dirichlet:alpha=1.0", defences="dp-sgd")
+    with Simulation(settings.training("dp-sgd", 0), workers=0) as simulation:
+        sizes, how = set(simulation.sizes), utility.local_settings(simulation.settings)
+    each = [build_defence("dp-sgd").budget(how.releases(size, 2)).epsilon for size in sizes]
+    assert len(set(each)) > 1
+    assert price(settings, "dp-sgd")["epsilon"] == max(each)
+
+
+@pytest.mark.parametrize(("defence", "share"), [("dcs2:steps=1", "20%"), ("dcs2:steps=1+prune", "20%"), ("prune", "")])
+def test_a_price_says_how_many_images_it_protected(small, defence, share):
+    why = price(small(rounds=1, sensitive="0.2"), defence)["why"]
+    assert why.startswith(f"{share} of the images are marked") if share else why == ""
+
+
+def test_images_that_were_made_once_are_not_made_again_and_states_are(small, tmp_path, monkeypatch):
+    made, honest = [], Loda.obscured
+
+    def counting(self, features, images, begun):
+        made.append(len(images))
+        return honest(self, features, images, begun)
+
+    monkeypatch.setattr(Loda, "obscured", counting)
+    settings, defence = small(rounds=2), "loda:start=noise,steps=1,layers=all+fedkl"
+    settings = dataclasses.replace(settings, model="lenet-dlg")
+    first = price(settings, defence, tmp_path / "clients")
+    assert made
+    made.clear()
+    again = price(settings, defence, tmp_path / "clients")
+    assert made == []
+    assert (again["accuracy"], again["loss"]) == (first["accuracy"], first["loss"])

@@ -1,0 +1,157 @@
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradveil.config import TrainSettings
+from gradveil.defences import Defence, build_defence
+from gradveil.errors import DefenceError, DivergedError
+from gradveil.federated.server import Aggregate, last_rounds, learning_rate, play_round, sample_clients, update_weights
+from gradveil.types import Update
+
+
+@given(n=st.integers(1, 30), data=st.data(), seed=st.integers(0, 1000))
+def test_sampling_without_replacement_draws_k_distinct_clients(n, data, seed):
+    k = data.draw(st.integers(1, n))
+    drawn = sample_clients(TrainSettings(clients=n, sampled=k, seed=seed), [5] * n, 3)
+    assert len(drawn) == len(set(drawn)) == k
+    assert all(0 <= client < n for client in drawn)
+
+
+def test_sampling_depends_on_round_and_seed_only():
+    settings = TrainSettings(clients=50, sampled=5)
+    assert sample_clients(settings, [1] * 50, 1) == sample_clients(settings, [1] * 50, 1)
+    assert sample_clients(settings, [1] * 50, 1) != sample_clients(settings, [1] * 50, 2)
+    assert sample_clients(settings, [1] * 50, 1) != sample_clients(replace(settings, seed=1), [1] * 50, 1)
+
+
+@pytest.mark.parametrize(("sampling", "expected"), [("uniform-replace", [0.5, 0.5]), ("size-replace", [0.1, 0.9])])
+def test_sampling_with_replacement_has_the_stated_frequencies(sampling, expected):
+    settings = TrainSettings(clients=2, sampled=4000, sampling=sampling)
+    counts = Counter(sample_clients(settings, [10, 90], 1))
+    assert [counts[client] / 4000 for client in range(2)] == pytest.approx(expected, abs=0.03)
+
+
+def test_the_last_round_of_each_client_is_known():
+    settings = TrainSettings(clients=9, sampled=2)
+    expected = {client: number for number in (1, 2, 3) for client in (8, *sample_clients(settings, [1] * 9, number))}
+    assert last_rounds(settings, build_defence("entangle:guards=8"), [1] * 9, 3) == expected
+    assert last_rounds(settings, build_defence("none"), [1] * 9, 0) == {}
+
+
+@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=8), data=st.data())
+def test_weights_by_size_and_uniform_add_up_to_one(sizes, data):
+    drawn = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=9))
+    for weighting in ("size", "uniform"):
+        weights = update_weights(TrainSettings(clients=len(sizes), weighting=weighting), sizes, drawn)
+        assert sum(weights.values()) == pytest.approx(1)
+        assert weights.keys() == set(drawn)
+
+
+def test_unbiased_weights_have_the_full_average_as_their_mean():
+    sizes = [10, 30, 20, 40]
+    settings = TrainSettings(clients=4, sampled=2, weighting="unbiased")
+    pairs = [(a, b) for a in range(4) for b in range(4) if a < b]
+    mean = [sum(update_weights(settings, sizes, pair).get(c, 0) for pair in pairs) / len(pairs) for c in range(4)]
+    assert mean == pytest.approx([0.1, 0.3, 0.2, 0.4])
+
+
+def test_a_client_drawn_twice_counts_twice():
+    settings = TrainSettings(clients=2, sampled=3, sampling="uniform-replace")
+    assert update_weights(settings, [10, 20], [0, 1, 0]) == pytest.approx({0: 0.5, 1: 0.5})
+    assert update_weights(replace(settings, weighting="uniform"), [10, 20], [0, 1, 0]) == pytest.approx(
+        {0: 2 / 3, 1: 1 / 3}
+    )
+
+
+def test_learning_rate_by_hand():
+    settings = TrainSettings(rounds=200, lr=0.1, lr_steps=(60, 120), lr_factor=0.2)
+    assert [learning_rate(settings, r) for r in (1, 60, 61, 121)] == pytest.approx([0.1, 0.1, 0.02, 0.004])
+    assert learning_rate(TrainSettings(lr=0.01, lr_decay=0.99), 11) == pytest.approx(0.01 * 0.99**10)
+
+
+def test_the_aggregate_is_the_weighted_sum():
+    model = {"w": torch.tensor([1.0, 2.0]), "mean": torch.tensor([5.0])}
+    aggregate = Aggregate()
+    aggregate.add(Update({"w": torch.tensor([1.0, 0.0])}, 1, {"mean": torch.tensor([2.0])}), 0.25)
+    aggregate.add(Update({"w": torch.tensor([0.0, 4.0])}, 1, {"mean": torch.tensor([-2.0])}), 0.75)
+    moved = aggregate.apply(model)
+    assert torch.equal(moved["w"], torch.tensor([1.25, 5.0]))
+    assert torch.equal(moved["mean"], torch.tensor([4.0]))
+    assert torch.equal(model["w"], torch.tensor([1.0, 2.0]))
+
+
+def test_an_update_with_other_tensors_is_refused():
+    aggregate = Aggregate()
+    aggregate.add(Update({"packed": torch.ones(2)}, 1), 1.0)
+    with pytest.raises(DefenceError, match="packed"):
+        aggregate.apply({"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_diverged_model_is_refused(value):
+    aggregate = Aggregate()
+    aggregate.add(Update({"w": torch.tensor([value])}, 1), 1.0)
+    with pytest.raises(DivergedError, match="diverged"):
+        aggregate.apply({"w": torch.ones(1)})
+
+
+class FakeEngine:
+    """Each client sends its number plus one."""
+
+    def __init__(self):
+        self.calls = []
+
+    def train(self, round_number, clients, model, public, lr):
+        self.calls.append((list(clients), sorted(public), lr))
+        for client in clients:
+            yield client, Update({"weight": torch.full((1, 1), client + 1.0)}, 10)
+
+
+class Early(Defence):
+    def early_clients(self, num_clients):
+        return (2,)
+
+    def public(self, early, server):
+        server.state["seen"] = torch.tensor(float(len(early)))
+        return {"from": early[2].tensors["weight"]}
+
+    def on_server(self, update, server):
+        return update * 10
+
+
+def test_a_round_lets_early_clients_train_first_and_broadcasts_what_comes_of_them():
+    settings = TrainSettings(clients=4, sampled=2, weighting="uniform", save_rounds=(1,), lr=0.5)
+    engine, state = FakeEngine(), {}
+    model = {"weight": torch.zeros(1, 1)}
+    network = nn.Linear(1, 1, bias=False)
+    played = play_round(1, settings, Early(), engine, [10] * 4, network, model, state)
+    others = [client for client in sample_clients(settings, [10] * 4, 1) if client != 2]
+    assert engine.calls == [([2], [], 0.5), (others, ["from"], 0.5)]
+    assert played.clients == (2, *others)
+    # on_server multiplied each by ten; the updates that were sent are kept as they were
+    mean = sum(client + 1 for client in played.clients) / len(played.clients)
+    assert played.model["weight"].item() == pytest.approx(10 * mean)
+    assert played.sent[2].tensors["weight"].item() == 3
+    assert played.received is model
+    assert state["seen"] == 1
+
+
+def test_updates_are_kept_for_chosen_rounds_only():
+    settings = TrainSettings(clients=2, save_rounds=(2,))
+    network = nn.Linear(1, 1, bias=False)
+    model = {"weight": torch.zeros(1, 1)}
+    played = play_round(1, settings, Defence(), FakeEngine(), [1, 1], network, model, {})
+    assert not played.sent
+
+
+def test_an_early_client_is_not_left_to_chance():
+    settings = TrainSettings(clients=4, sampled=2, weighting="unbiased")
+    weights = update_weights(settings, [10, 30, 20, 40], [1, 0], early=(0,))
+    assert weights == pytest.approx({0: 0.1, 1: 0.6})
+    sized = update_weights(replace(settings, weighting="size"), [10, 30, 20, 40], [1, 3], early=(0,))
+    assert sized == pytest.approx({0: 10 / 80, 1: 30 / 80, 3: 40 / 80})

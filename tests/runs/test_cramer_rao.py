@@ -1,0 +1,51 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradveil.runs.cramer_rao import leak
+
+
+def problem(numbers, size, secrets, seed):
+    rng = torch.Generator().manual_seed(seed)
+    jacobian = torch.randn(numbers, size + secrets, generator=rng, dtype=torch.float64)
+    noise, prior = 0.1 + torch.rand(numbers, generator=rng), 0.1 + torch.rand(size, generator=rng)
+    return jacobian, noise.double(), prior.double(), 0.1 + torch.rand(secrets, generator=rng).double()
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 6), st.integers(0, 2**20))
+def test_the_bound_is_the_inverse_of_the_information(numbers, size, secrets, seed):
+    jacobian, noise, prior, nuisance = problem(numbers, size, secrets, seed)
+    information = jacobian.T @ (jacobian / noise[:, None] ** 2) + torch.cat([prior, nuisance]).reciprocal().diag()
+    left = torch.linalg.inv(information)[:size, :size]
+    found = leak(jacobian, noise, prior, nuisance if secrets else None)
+    assert found.mse == pytest.approx(float(left.diagonal().mean()), rel=1e-6)
+    learned = prior.log2().sum() - torch.linalg.slogdet(left).logabsdet / torch.log(torch.tensor(2.0))
+    assert found.bits == pytest.approx(float(learned) / 2, rel=1e-5, abs=1e-6)
+    steepest = float(torch.linalg.matrix_norm(jacobian[:, :size] / noise[:, None], 2))
+    assert found.fisher_loss == pytest.approx(steepest)
+
+
+def test_the_best_linear_guess_of_many_draws_attains_it():
+    jacobian, noise, prior, nuisance = problem(8, 4, 2, 0)
+    rng = torch.Generator().manual_seed(1)
+    draws = torch.randn(200_000, 6, generator=rng, dtype=torch.float64) * torch.cat([prior, nuisance]).sqrt()
+    seen = draws @ jacobian.T + noise * torch.randn(len(draws), 8, generator=rng, dtype=torch.float64)
+    guess = seen @ torch.linalg.lstsq(seen, draws[:, :4]).solution
+    error = float((guess - draws[:, :4]).square().mean())
+    assert leak(jacobian, noise, prior, nuisance).mse == pytest.approx(error, rel=0.01)
+
+
+def test_what_is_not_looked_at_keeps_its_prior_and_what_is_seen_exactly_has_none_left():
+    found = leak(torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), torch.tensor([1e-9, 1e-9]), torch.full((3,), 0.06))
+    assert found.seen == 2
+    assert found.mse == pytest.approx(0.02)
+    nothing = leak(torch.ones(2, 3), torch.full((2,), torch.inf), torch.full((3,), 0.06))
+    assert (nothing.seen, nothing.bits, nothing.mse) == (0, 0.0, pytest.approx(0.06))
+
+
+def test_small_directions_are_not_drowned_by_large_ones():
+    """The normal matrix of this would be singular in float64."""
+    jacobian = torch.diag(torch.tensor([1e10, 1.0, 0.0], dtype=torch.float64))
+    found = leak(jacobian, torch.ones(3).double(), torch.ones(3).double())
+    assert found.mse == pytest.approx((1e-20 + 0.5 + 1) / 3)
