@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from gradveil.data import Split
 from gradveil.defences import build_defence
 from gradveil.engines.simulation import Simulation
-from gradveil.reproduce import concealed_training, dcs2, papers
+from gradveil.reproduce import dcs2, dcs2_training, papers
 from gradveil.reproduce.base import Lab, run_experiment
 from gradveil.reproduce.dcs2_attacks import attack_case, class_averages, make_case, scores
 from gradveil.reproduce.dcs2_training import (
@@ -39,7 +39,7 @@ def no_files(monkeypatch):
     def load(spec, root=None):
         return invented(spec, SHAPES.get(spec.rpartition("/")[2], (1, 28, 28)), each=40)
 
-    for module in (dcs2, concealed_training):
+    for module in (dcs2, dcs2_training):
         monkeypatch.setattr(module, "load_dataset", load)
 
 

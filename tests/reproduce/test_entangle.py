@@ -10,7 +10,7 @@ import torch
 
 from gradveil.defences import Defence, build_defence
 from gradveil.errors import DivergedError
-from gradveil.reproduce import entangle, entangled_attacks, entangled_training, papers, trainings
+from gradveil.reproduce import entangle, entangle_attacks, entangle_training, papers, trainings
 from gradveil.reproduce.base import Lab, run_experiment
 from gradveil.reproduce.entangle_attacks import Trials, attack_case, make_case, membership_means, normalised_mse
 from gradveil.reproduce.entangle_training import DEFENCES, Curve, images, measure_rounds, train_curve, training
@@ -26,7 +26,7 @@ def no_files(monkeypatch):
     def load(spec, root=None):
         return invented(spec, (3, 32, 32) if spec == "cifar10" else (1, 28, 28))
 
-    for module in (entangle, entangled_training, entangled_attacks):
+    for module in (entangle, entangle_training, entangle_attacks):
         monkeypatch.setattr(module, "load_dataset", load)
 
 
@@ -60,7 +60,7 @@ def test_at_full_scale_the_training_is_the_papers(tmp_path):
 
 @pytest.mark.parametrize(("scale", "kept"), [("smoke", 1000), ("small", 4000), ("full", 5000)])
 def test_smaller_scales_train_on_fewer_images_of_all_classes(tmp_path, monkeypatch, scale, kept):
-    monkeypatch.setattr(entangled_training, "load_dataset", lambda spec, root: invented(each=500))
+    monkeypatch.setattr(entangle_training, "load_dataset", lambda spec, root: invented(each=500))
     data = images(Lab(tmp_path, scale), "mnist")
     assert len(data.train) == kept
     assert np.bincount(data.train.labels).tolist() == [kept // 10] * 10
@@ -74,7 +74,7 @@ def test_accuracy_by_beta_compares_runs_that_differ_in_the_defence_alone(tmp_pat
         progress(1.0)
         return Curve((0.5, 0.9 if settings.defence == "none" else 0.895))
 
-    monkeypatch.setattr(entangled_training, "train_curve", stub)
+    monkeypatch.setattr(entangle_training, "train_curve", stub)
     document, heard, out = played("fig4", tmp_path, "small")
     rows = document["rows"]
     assert len(rows) == len(runs) == 14
@@ -91,7 +91,7 @@ def test_a_training_that_diverges_has_no_last_accuracy(tmp_path, monkeypatch, no
     def stub(settings, data, lab, progress):
         return Curve((0.5, 0.6, 0.4), "the training diverged" if settings.defence.startswith("pogz") else "")
 
-    monkeypatch.setattr(entangled_training, "train_curve", stub)
+    monkeypatch.setattr(entangle_training, "train_curve", stub)
     rows = played("fig5a", tmp_path)[0]["rows"]
     assert [row["paper_name"] for row in rows] == ["FedAvg", "ME", "POGZ-FL", "CA-FL"]
     assert [row["accuracy"] for row in rows] == [0.4, 0.4, None, 0.4]
@@ -134,7 +134,7 @@ def test_a_curve_ends_where_the_training_diverges(tmp_path, monkeypatch):
 
 
 def test_rounds_are_timed_in_turns_and_who_begins_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(entangled_training, "Simulation", Played)
+    monkeypatch.setattr(entangle_training, "Simulation", Played)
     monkeypatch.setattr(Played, "diary", [])
     seconds = measure_rounds(Lab(tmp_path, "smoke"), invented(), 4)
     rounds = [[defence for number, defence in Played.diary if number == wanted] for wanted in range(1, 5)]
@@ -144,7 +144,7 @@ def test_rounds_are_timed_in_turns_and_who_begins_changes(tmp_path, monkeypatch)
 
 
 def test_times_stand_beside_the_papers(tmp_path, monkeypatch, no_files):
-    monkeypatch.setattr(entangled_training, "Simulation", Played)
+    monkeypatch.setattr(entangle_training, "Simulation", Played)
     document, heard, out = played("fig5c", tmp_path)
     assert [row["times_fedavg"] for row in document["rows"]] == [1.0, 1.5, 1.5, 1.5]
     assert [row["paper_times_fedavg"] for row in document["rows"]] == [1.0, 1.069, 1.494, 2.966]
@@ -200,7 +200,7 @@ def test_the_attacker_chooses_by_its_loss_and_the_oracle_by_the_truth(monkeypatc
         guess = truth[:, None] * 0.8 if trial == 3 else torch.full_like(truth, trial / 10)[:, None]
         return SimpleNamespace(images=guess, loss=loss)
 
-    monkeypatch.setattr(entangled_attacks, "build_attack", lambda spec: attack)
+    monkeypatch.setattr(entangle_attacks, "build_attack", lambda spec: attack)
     trials = attack_case(case, Defence(), "gs", False, 0)
     assert len(set(calls)) == 5
     assert trials.chosen[:, 0, 0, 0].tolist() == pytest.approx([0.1, 0.0])
@@ -214,7 +214,7 @@ def test_only_the_adaptive_attacker_knows_the_defence(monkeypatch):
         known.append(seen.threat.names)
         return SimpleNamespace(images=case.private.images[:, None], loss=torch.zeros(2))
 
-    monkeypatch.setattr(entangled_attacks, "build_attack", lambda spec: attack)
+    monkeypatch.setattr(entangle_attacks, "build_attack", lambda spec: attack)
     for adaptive in (False, True):
         attack_case(case, build_defence("entangle"), "gs", adaptive, 0)
     assert known == [["labels", "num-examples"]] * 5 + [["defence", "labels", "num-examples"]] * 5
@@ -225,7 +225,7 @@ def test_pictures_and_errors_under_each_defence(tmp_path, monkeypatch, no_files)
         truth = case.private.images
         return Trials(truth * 0, truth) if defence.name == "entangle" and not adaptive else Trials(truth, truth)
 
-    monkeypatch.setattr(entangled_attacks, "attack_case", stub)
+    monkeypatch.setattr(entangle_attacks, "attack_case", stub)
     document, _, out = played("fig6", tmp_path, "small")
     rows = document["rows"]
     assert len(rows) == 2 * 2 * 7
@@ -243,7 +243,7 @@ def test_pictures_and_errors_under_each_defence(tmp_path, monkeypatch, no_files)
 def test_normalised_errors_are_those_behind_the_networks_normalisation():
     rng = torch.Generator().manual_seed(0)
     truth, guess = (torch.rand(2, 3, 4, 4, generator=rng) for _ in range(2))
-    normalisation = entangled_attacks.Normalisation((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    normalisation = entangle_attacks.Normalisation((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
     expected = (normalisation(truth) - normalisation(guess)).square().mean((1, 2, 3))
     assert normalised_mse(truth, guess, normalisation.std) == pytest.approx(expected)
 
@@ -256,7 +256,7 @@ def test_membership_is_a_mean_over_the_rounds_that_had_any(tmp_path, monkeypatch
         yield dict.fromkeys(figures) | {"round": 2, "auc": None}
         yield figures | {"round": 3, "auc": 0.7}
 
-    monkeypatch.setattr(entangled_attacks, "infer_membership", stub)
+    monkeypatch.setattr(entangle_attacks, "infer_membership", stub)
     document, _, out = played("fig5b", tmp_path)
     assert [row["auc"] for row in document["rows"]] == [0.6] * 4
     assert [row["rounds_measured"] for row in document["rows"]] == [2] * 4

@@ -13,7 +13,7 @@ from gradveil.data import load_dataset
 from gradveil.defences import Defence
 from gradveil.models import create_model
 from gradveil.models.weights import load_weights
-from gradveil.reproduce import hidden_images, papers
+from gradveil.reproduce import loda_images, papers
 from gradveil.reproduce.base import Lab, run_experiment
 from gradveil.reproduce.loda_images import Scene, _paired, accuracy_under, extractor
 from gradveil.types import Batch
@@ -42,7 +42,7 @@ def test_the_extractor_is_trained_on_the_other_set(tmp_path, monkeypatch):
         asked.append(name)
         return digits
 
-    monkeypatch.setattr(hidden_images, "load_dataset", load)
+    monkeypatch.setattr(loda_images, "load_dataset", load)
     lab = Lab(tmp_path, "smoke", data_root=tmp_path)
     nothing = Batch(torch.empty(0), torch.empty(0), torch.empty(0))
     files = [extractor(lab, Scene(name, *[nothing] * 4)) for name in ("cifar10", "svhn", "cifar10")]
@@ -50,7 +50,7 @@ def test_the_extractor_is_trained_on_the_other_set(tmp_path, monkeypatch):
     assert files[0] == files[2] != files[1]
     load_weights(create_model("resnet20", digits.shape, 10, seed=9), files[0])
     (tmp_path / "svhn.npz").touch()
-    assert hidden_images.svhn(lab) == str(tmp_path / "svhn.npz")
+    assert loda_images.svhn(lab) == str(tmp_path / "svhn.npz")
 
 
 def test_accuracy_is_of_what_was_learned():
@@ -92,8 +92,8 @@ def test_the_weight_of_total_variation_is_the_one_that_serves_public_images_best
             found = Encodings().run(seen, rng)
             return replace(found, images=found.images + 0.1 * abs(math.log10(self.tv) + 3) + 0.01)
 
-    monkeypatch.setattr(hidden_images, "_inversion", lambda lab, defence, tv, adaptive: Rehearsed(tv))
-    assert hidden_images.searched_tv(Lab(tmp_path, "smoke"), scene, spec) == 1e-3
+    monkeypatch.setattr(loda_images, "_inversion", lambda lab, defence, tv, adaptive: Rehearsed(tv))
+    assert loda_images.searched_tv(Lab(tmp_path, "smoke"), scene, spec) == 1e-3
 
 
 @pytest.mark.slow
