@@ -85,13 +85,13 @@ def test_a_restart_that_diverged_never_wins(monkeypatch):
 def test_a_target_that_is_done_leaves_and_the_others_go_on(monkeypatch):
     truth, _, seen = scene(targets=3)
     sizes = []
-    evaluate = search.Step._evaluate
+    evaluate = search.SearchStep._evaluate
 
     def watch(step, flat, task):
         sizes.append(len(flat))
         return evaluate(step, flat, task)
 
-    monkeypatch.setattr(search.Step, "_evaluate", watch)
+    monkeypatch.setattr(search.SearchStep, "_evaluate", watch)
     result = run(Gs(iterations=800, sign="none", schedule="cosine", tv=0.0, stop_below=1e-4), seen)
     assert sizes[0] == 3
     assert sizes[-1] < 3

@@ -14,7 +14,7 @@ from gradveil.attacks import build_attack
 from gradveil.attacks.parts.adaptive import answers, turned
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.attacks.parts.objectives import Objective
-from gradveil.attacks.parts.search import Search, Step, Task
+from gradveil.attacks.parts.search import Search, SearchStep, SearchTask
 from gradveil.defences import Arrived, Client, Countermove, Defence, build_defence
 from gradveil.defences.dcs2 import Dcs2, projected
 from gradveil.errors import ConfigError, DefenceError
@@ -322,10 +322,10 @@ class TestSeparatingAttack:
         for ratio in (1, 2, 4):
             _, _, seen = scene(**how, defence=Dcs2(steps=1, ratio=ratio))
             (play,) = answers(seen)
-            step = Step(
+            step = SearchStep(
                 turned(Search(Objective("l2")), seen, play.move), 1, seen, replay_of(seen, "unroll", torch.Generator())
             )
-            task = Task(seen.mean_gradients, {}, seen.labels, {})
+            task = SearchTask(seen.mean_gradients, {}, seen.labels, {})
             sizes.append(step.begin("normal", task, torch.Generator()).shape[1])
         assert sizes == [4 * 64 + decoys * (64 + 4) for decoys in (4, 2, 1)]
 

@@ -15,7 +15,7 @@ from gradveil.models import create_model
 from gradveil.models.weights import load_weights
 from gradveil.reproduce import loda_images, papers
 from gradveil.reproduce.base import Lab, run_experiment
-from gradveil.reproduce.loda_images import Scene, _paired, accuracy_under, extractor
+from gradveil.reproduce.loda_images import LodaScene, _paired, accuracy_under, extractor
 from gradveil.types import Batch
 
 PAPER = papers()["loda"]
@@ -45,7 +45,7 @@ def test_the_extractor_is_trained_on_the_other_set(tmp_path, monkeypatch):
     monkeypatch.setattr(loda_images, "load_dataset", load)
     lab = Lab(tmp_path, "smoke", data_root=tmp_path)
     nothing = Batch(torch.empty(0), torch.empty(0), torch.empty(0))
-    files = [extractor(lab, Scene(name, *[nothing] * 4)) for name in ("cifar10", "svhn", "cifar10")]
+    files = [extractor(lab, LodaScene(name, *[nothing] * 4)) for name in ("cifar10", "svhn", "cifar10")]
     assert asked == ["svhn", "cifar10"]  # each is trained once
     assert files[0] == files[2] != files[1]
     load_weights(create_model("resnet20", digits.shape, 10, seed=9), files[0])
@@ -59,7 +59,7 @@ def test_accuracy_is_of_what_was_learned():
     patterns = torch.rand(10, 3, 8, 8, generator=rng)
     images = (patterns[labels] + 0.1 * torch.rand(200, 3, 8, 8, generator=rng)).clamp(0, 1)
     batch = Batch(images, labels, torch.zeros(200) > 0)
-    scene = Scene("patterns", batch[:1], batch[:100], batch[100:], batch[:5])
+    scene = LodaScene("patterns", batch[:1], batch[:100], batch[100:], batch[:5])
     before = torch.get_rng_state()
     assert accuracy_under(Defence(), scene, "resnet20:width=4", 8, 0) > 0.7
     assert torch.equal(before, torch.get_rng_state())
@@ -83,7 +83,7 @@ def test_the_weight_of_total_variation_is_the_one_that_serves_public_images_best
     rng = torch.Generator().manual_seed(0)
     batch = Batch(torch.rand(12, 3, 32, 32, generator=rng), torch.arange(12) % 10, torch.zeros(12) > 0)
     private = replace(batch, images=torch.full_like(batch.images, torch.nan))  # nothing may be read off these
-    scene = Scene("noise", private[:6], private, batch, batch)
+    scene = LodaScene("noise", private[:6], private, batch, batch)
 
     class Rehearsed(NamedTuple):
         tv: float

@@ -14,7 +14,7 @@ from gradveil.attacks.parts.evolution import Evolution
 from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
 from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, BatchedRmsprop
-from gradveil.attacks.parts.search import PARTS, Search, Step, Task, restricted
+from gradveil.attacks.parts.search import PARTS, Search, SearchStep, SearchTask, restricted
 from gradveil.attacks.parts.starts import NEEDS, check_start
 from gradveil.progress import part, tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -108,12 +108,12 @@ def _match(attack: Matching, seen: Observation, play: Answer, rng: torch.Generat
     replay = replace(replay_of(seen, attack.local, rng), penalties=search.move.penalties)
     rows = torch.arange(targets).repeat_interleave(restarts)
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
-    steps = [Step(phase, restarts, seen, replay) for phase in search.phases]
+    steps = [SearchStep(phase, restarts, seen, replay) for phase in search.phases]
     step = steps[-1]
     wanted = seen.mean_gradients if search.move.look is None else search.move.look(seen.mean_gradients)
-    together = Task(wanted, search.priors.statistics, None, search.move.outputs)
+    together = SearchTask(wanted, search.priors.statistics, None, search.move.outputs)
 
-    def task_of(some: Tensor) -> Task:
+    def task_of(some: Tensor) -> SearchTask:
         task = together.of(rows[some].to(step.device))
         return task if known is None else replace(task, labels=known[some].to(step.device))
 
@@ -177,7 +177,7 @@ class _Found(NamedTuple):
     notes: list[str]
 
 
-def _search(attack: Matching, steps: Sequence[Step], task: Task, rng: torch.Generator) -> _Found:
+def _search(attack: Matching, steps: Sequence[SearchStep], task: SearchTask, rng: torch.Generator) -> _Found:
     """One chunk, from its start to the best iterate of each row; each phase starts where the one before was best."""
     last, shown, number = steps[-1], list[Tensor](), 0
     frames, whole = _frames(attack, len(steps)), attack.iterations * len(steps)
@@ -210,7 +210,7 @@ _NOISY = 1.25
 
 
 def _descend(
-    attack: Matching, step: Step, task: Task, best: "_Best", rng: torch.Generator
+    attack: Matching, step: SearchStep, task: SearchTask, best: "_Best", rng: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield rows, iterates and their losses. Targets that are done leave, unless the step is compiled for all."""
     search, variables = step.search, best.variables
@@ -234,7 +234,7 @@ def _descend(
 
 
 def _optimiser(
-    attack: Matching, step: Step, task: Task, variables: Tensor, rng: torch.Generator
+    attack: Matching, step: SearchStep, task: SearchTask, variables: Tensor, rng: torch.Generator
 ) -> BatchedAdam | BatchedLbfgs | BatchedRmsprop:
     search = step.search
     if search.optimiser == "lbfgs":
@@ -266,7 +266,7 @@ def _going(attack: Matching, best: "_Best", enough: Tensor) -> Tensor:
 
 
 def _evolve(
-    attack: Matching, step: Step, task: Task, best: "_Best", rng: torch.Generator
+    attack: Matching, step: SearchStep, task: SearchTask, best: "_Best", rng: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield rows, the best candidates of each population and their losses. Targets that are done leave."""
     search, start = step.search, best.variables
@@ -290,7 +290,7 @@ def _evolve(
             evolution.keep(staying.tolist())
 
 
-def _boxed(step: Step, flat: Tensor) -> Tensor:
+def _boxed(step: SearchStep, flat: Tensor) -> Tensor:
     images = step.space.box(flat[:, : step.num_pixels].contiguous())
     return torch.cat([images, flat[:, step.num_pixels :]], 1) if flat.shape[1] > step.num_pixels else images
 
@@ -315,7 +315,7 @@ class _Best:
             self.variables[rows], self.loss[rows] = kept, least
 
 
-def _noted(step: Step, task: Task, best: _Best, pictures: Tensor) -> list[str]:
+def _noted(step: SearchStep, task: SearchTask, best: _Best, pictures: Tensor) -> list[str]:
     """For each row what to say where the guess explains the update's direction, but not its size; else ""."""
     guess = step.guessed(pictures.flatten(0, 1), best.variables, task)
     ours, theirs = (

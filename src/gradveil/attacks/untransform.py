@@ -12,7 +12,7 @@ from gradveil.attacks.base import Decoder
 from gradveil.defences import member, required
 from gradveil.defences.ats import Ats, transformed
 from gradveil.defences.mixup import Mixup
-from gradveil.defences.parts.transforms import Step, filled
+from gradveil.defences.parts.transforms import Transform, filled
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range
 
@@ -135,14 +135,14 @@ _TURNS = 3
 """Of matching guesses to images, and of taking medians."""
 
 
-def _signs(steps: list[Step]) -> list[Tensor]:
+def _signs(steps: list[Transform]) -> list[Tensor]:
     """Every combination (1, operations) of the signs that matter."""
     return [
         torch.tensor([each]) for each in itertools.product(*((1, -1) if step.is_signed else (1,) for step in steps))
     ]
 
 
-def _undone(images: Tensor, steps: list[Step], signs: Tensor) -> tuple[Tensor, Tensor]:
+def _undone(images: Tensor, steps: list[Transform], signs: Tensor) -> tuple[Tensor, Tensor]:
     """Images before all operations, and which of their pixels those after them tell; signs are (N, operations)."""
     known = torch.ones_like(images[:, :1], dtype=torch.bool)
     signs = signs.to(images)

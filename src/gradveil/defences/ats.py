@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradveil.defences.base import Client, Defence
 from gradveil.defences.countermove import Arrived, Countermove
-from gradveil.defences.parts.transforms import STEPS, Step
+from gradveil.defences.parts.transforms import STEPS, Transform
 from gradveil.errors import ConfigError
 from gradveil.types import Batch
 from gradveil.validate import in_range
@@ -53,7 +53,7 @@ class Ats(Defence):
         self.policies  # noqa: B018 - checks the text
 
     @property
-    def policies(self) -> list[list[Step]]:
+    def policies(self) -> list[list[Transform]]:
         """The operations of each policy."""
         return [policy_of(text) for text in self.policy.split("+")]
 
@@ -82,7 +82,7 @@ class Ats(Defence):
         return {"untransform": Countermove(decode=("untransform",)), "early": Countermove()}
 
 
-def policy_of(text: str) -> list[Step]:
+def policy_of(text: str) -> list[Transform]:
     """The operations of a policy's text.
 
     Example:
@@ -100,7 +100,7 @@ def policy_of(text: str) -> list[Step]:
     return [STEPS[number] for number in numbers]
 
 
-def transformed(images: Tensor, steps: list[Step], signs: Tensor) -> Tensor:
+def transformed(images: Tensor, steps: list[Transform], signs: Tensor) -> Tensor:
     """Images (N, C, H, W) after all operations, with signs (N, operations)."""
     for number, step in enumerate(steps):
         images = step(images, signs[:, number])

@@ -42,7 +42,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Task:
+class Dcs2Task:
     """One of the paper's data sets, and how it is trained on (Section 4.1, Appendix 8.3 and the authors' code).
 
     Attributes:
@@ -89,22 +89,22 @@ _DEEP = (Size(1, 3, 2, 8, 1), Size(2, 150, 100, 64, 4, 5))
 """Of the ConvNet, whose searches take a hundred times as long as LeNet's."""
 
 TASKS = {
-    "mnist": Task(
+    "mnist": Dcs2Task(
         "MNIST", ("mnist-5k", "mnist"), ("lenet-dlg", "lenet-dlg"),
         _sizes(Size(2, 30, 10, 20, 2), Size(8, 2000, 1000, 200, 20, 60), Size(64, 10_000, 1000, 200, 200, 1000)),
         _defences(1e-2, 0.7, 0.2, "dcs2"),
     ),
-    "cifar10": Task(
+    "cifar10": Dcs2Task(
         "CIFAR10", ("cifar10", "cifar10"), ("convnet:width=4", "convnet:width=32"),
         _sizes(*_DEEP, Size(64, 10_000, 1000, 2000, 200, 1000)),
         _defences(1e-3, 0.9, 0.5, "dcs2:far=500"), weight_decay=1e-3,
     ),
-    "faces": Task(
+    "faces": Dcs2Task(
         "LFW faces for CelebA", ("faces-lfw.npz", "faces-lfw.npz"), ("convnet:width=4", "convnet:width=32"),
         _sizes(*_DEEP, Size(64, 10_000, 1000, 500, 100, 1000)),
         _defences(1e-3, 0.7, 0.7, "dcs2:lambda_z=0.1"), lr=1e-3, side=32,
     ),
-    "tiny": Task(
+    "tiny": Dcs2Task(
         "TinyImageNet", ("tiny-imagenet-1600.npz", "tiny-imagenet-1600.npz"),
         ("resnet18:stem=7x7,width=8", "resnet18:stem=7x7"),
         _sizes(Size(1, 0, 2), Size(4, 0, 60), Size(64, 0, 1000, 2000, 100, 1000)),
@@ -133,7 +133,7 @@ class Images:
         return self.starts or self.public
 
 
-def load_images(lab: Lab, task: Task) -> Images:
+def load_images(lab: Lab, task: Dcs2Task) -> Images:
     """Split the training images into clients' and public ones; but at full scale only some of the test images."""
     name = task.dataset[lab.scale == "full"]
     named = str(lab.data_root / name) if name.endswith(".npz") and lab.data_root is not None else name
@@ -168,19 +168,19 @@ def _smaller(split: Split, side: int, grey: bool) -> Split:
     return Split(small.round().clamp(0, 255).to(torch.uint8).numpy(), split.labels)
 
 
-def images_each(lab: Lab, task: Task, images: Images) -> int:
+def images_each(lab: Lab, task: Dcs2Task, images: Images) -> int:
     """Images of each client: as many as the scale has, or what there is."""
     return min(task.sizes[lab.scale].images or 10, len(images.data.train) // CLIENTS)
 
 
-def partition_of(lab: Lab, task: Task, images: Images, *, by_class: bool = False) -> str:
+def partition_of(lab: Lab, task: Dcs2Task, images: Images, *, by_class: bool = False) -> str:
     """How images are dealt: at random, or two classes to each client."""
     count = images_each(lab, task, images)
     return f"by-class:classes=2,per_class={count // 2}" if by_class else f"iid:images={count}"
 
 
 def training(
-    lab: Lab, task: Task, images: Images, defence: str, *, everyone: bool = False, by_class: bool = False
+    lab: Lab, task: Dcs2Task, images: Images, defence: str, *, everyone: bool = False, by_class: bool = False
 ) -> TrainSettings:
     """The training under a defence of one client, whose images are all sensitive, or of all clients."""
     size, count = task.sizes[lab.scale], images_each(lab, task, images)

@@ -33,7 +33,7 @@ DEFENCE, OWN = "fedkl:lock=common", "fedkl"
 CLIENTS = 3
 
 
-class Task(NamedTuple):
+class FedklTask(NamedTuple):
     """What is trained.
 
     Attributes:
@@ -51,22 +51,22 @@ class Task(NamedTuple):
     paper: str
 
 
-def tasks(lab: Lab) -> list[Task]:
+def tasks(lab: Lab) -> list[FedklTask]:
     """The trainings of a scale; small ones say so in their notes."""
     full = [
-        Task("mnist", "lenet5", None, 200, "LeNet MNIST"),
-        Task("cifar10", "resnet20", None, 200, "ResNet-20 C-10"),
-        Task("cifar10", "resnet32", None, 200, "ResNet-32 C-10"),
+        FedklTask("mnist", "lenet5", None, 200, "LeNet MNIST"),
+        FedklTask("cifar10", "resnet20", None, 200, "ResNet-20 C-10"),
+        FedklTask("cifar10", "resnet32", None, 200, "ResNet-32 C-10"),
     ]
     small = [
-        Task("mnist-5k", "lenet5", None, 30, "LeNet MNIST"),
-        Task("cifar10", "resnet20", (3000, 1000), 10, "ResNet-20 C-10"),
-        Task("cifar10", "resnet32", (3000, 1000), 10, "ResNet-32 C-10"),
+        FedklTask("mnist-5k", "lenet5", None, 30, "LeNet MNIST"),
+        FedklTask("cifar10", "resnet20", (3000, 1000), 10, "ResNet-20 C-10"),
+        FedklTask("cifar10", "resnet32", (3000, 1000), 10, "ResNet-32 C-10"),
     ]
-    return lab.pick([Task("mnist-5k", "lenet5", (600, 300), 3, "LeNet MNIST")], small, full)
+    return lab.pick([FedklTask("mnist-5k", "lenet5", (600, 300), 3, "LeNet MNIST")], small, full)
 
 
-def training(task: Task, defence: str, clients: int, seed: int) -> TrainSettings:
+def training(task: FedklTask, defence: str, clients: int, seed: int) -> TrainSettings:
     """The authors' training: Nesterov's momentum, and a rate divided by five at 30, 60 and 80 % of the rounds."""
     steps = tuple(sorted({max(1, round(share * task.rounds)) for share in (0.3, 0.6, 0.8)}))
     return TrainSettings(
@@ -75,7 +75,7 @@ def training(task: Task, defence: str, clients: int, seed: int) -> TrainSettings
     )  # fmt: skip
 
 
-def images_of(task: Task, lab: Lab) -> Dataset:
+def images_of(task: FedklTask, lab: Lab) -> Dataset:
     """A task's images, evenly out of all where not all are used."""
     data = load_dataset(task.dataset, lab.data_root)
     if task.images is None:
@@ -88,7 +88,7 @@ def _some(split: Split, most: int) -> Split:
     return Split(split.images[places], split.labels[places])
 
 
-def _note(task: Task, data: Dataset) -> str:
+def _note(task: FedklTask, data: Dataset) -> str:
     return (
         f"{task.model} on {task.dataset}: {len(data.train):,} training and {len(data.test):,} test images, "
         f"{task.rounds} rounds of one epoch (the paper: all images, 200). {data.note}".rstrip()
@@ -115,7 +115,7 @@ Curve = list[tuple[float, float]]
 
 
 def train_curve(
-    task: Task, data: Dataset, defence: str, clients: int, lab: Lab, tell: Callable[[float], None]
+    task: FedklTask, data: Dataset, defence: str, clients: int, lab: Lab, tell: Callable[[float], None]
 ) -> Curve:
     """Accuracy and loss after each round; under the defence the mean of the clients' models, each with its own key."""
     rows = trained(lab, training(task, defence, clients, lab.seed), tell, dataset=data).rows
@@ -206,7 +206,7 @@ def table_3(lab: Lab) -> Result:
 
 
 def _keys_tried(
-    lab: Lab, task: Task, data: Dataset, defence: str, tell: Callable[[float], None]
+    lab: Lab, task: FedklTask, data: Dataset, defence: str, tell: Callable[[float], None]
 ) -> list[dict[str, Any]]:
     settings = replace(training(task, defence, CLIENTS, lab.seed), eval_every=task.rounds)
     with (
@@ -218,7 +218,7 @@ def _keys_tried(
         return _with_keys(simulation, task, Path(folder), lab.seed)
 
 
-def _with_keys(simulation: Simulation, task: Task, folder: Path, seed: int) -> list[dict[str, Any]]:
+def _with_keys(simulation: Simulation, task: FedklTask, folder: Path, seed: int) -> list[dict[str, Any]]:
     net = simulation.net
     net.receive(net.shared_vector(simulation.model))
     first = net.private_tensors()
@@ -302,7 +302,7 @@ def times(lab: Lab) -> Result:
     return Result(rows, notes)
 
 
-def measure_rounds(lab: Lab, task: Task, data: Dataset) -> dict[str, list[float]]:
+def measure_rounds(lab: Lab, task: FedklTask, data: Dataset) -> dict[str, list[float]]:
     """The seconds of each round with FedAvg and FedKL.
 
     Where the network has no normalisation, also with FedAvg on one that has BatchNorm where FedKL puts it, and with

@@ -13,7 +13,7 @@ from gradveil.randomness import stream
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines
 from gradveil.reproduce.loda_images import (
     ATTACKED,
-    Scene,
+    LodaScene,
     decoder_of,
     device,
     figures_under,
@@ -150,7 +150,7 @@ def _weights(lab: Lab, name: str, paper: Mapping[int, tuple[float, float]], smal
     return Result(rows, [*notes, _learning(lab), EXTRACTOR_NOTE])
 
 
-def _likeness(lab: Lab, scene: Scene, spec: str) -> list[dict[str, Any]]:
+def _likeness(lab: Lab, scene: LodaScene, spec: str) -> list[dict[str, Any]]:
     """The figures of the obscured images themselves."""
     obscured = build_defence(spec).on_data(scene.private, device(lab, scene)).images
     figures, _ = score_targets(scene.private.images[:, None], obscured[:, None], lab.data_root)
@@ -207,7 +207,7 @@ def from_encodings(lab: Lab) -> Result:
     return Result(rows, notes)
 
 
-def _decoded(lab: Lab, scene: Scene, spec: str) -> dict[str, Any]:
+def _decoded(lab: Lab, scene: LodaScene, spec: str) -> dict[str, Any]:
     """The figures of the encodings of one defence, and of what is decoded from them."""
     defence, sizes = build_defence(spec), sizes_of(lab)
     rounds = sizes.rounds // sizes.targets if isinstance(defence, Mixup) else 1

@@ -71,7 +71,7 @@ def sizes_of(lab: Lab) -> Sizes:
     )
 
 
-class Scene(NamedTuple):
+class LodaScene(NamedTuple):
     """A data set's private images that are attacked, those that are learned from and tested on, and public ones."""
 
     name: str
@@ -81,13 +81,13 @@ class Scene(NamedTuple):
     public: Batch
 
 
-def make_scene(lab: Lab, dataset: Dataset) -> Scene:
+def make_scene(lab: Lab, dataset: Dataset) -> LodaScene:
     """Draw private images and those to learn from, and split the test images."""
     sizes = sizes_of(lab)
     order = torch.randperm(len(dataset.train), generator=stream(lab.seed, "loda", "targets"))
     private, learn = order[: sizes.targets], order[sizes.targets :][: sizes.learn]
     count = len(dataset.test)
-    return Scene(
+    return LodaScene(
         dataset.name,
         _batch(dataset.train, private.numpy()),
         _batch(dataset.train, learn.numpy()),
@@ -101,7 +101,7 @@ def _batch(split: Split, rows: np.ndarray) -> Batch:
     return Batch(images, torch.from_numpy(split.labels[rows]), torch.zeros(len(rows), dtype=torch.bool))
 
 
-def loda_spec(lab: Lab, scene: Scene, layers: str, c: float) -> str:
+def loda_spec(lab: Lab, scene: LodaScene, layers: str, c: float) -> str:
     """LODA with an extractor that was trained on public data, as a text."""
     return (
         f"loda:extractor={EXTRACTOR},weights={extractor(lab, scene)},classes=10,mean=0/0/0,std=1/1/1,layers={layers},"
@@ -109,7 +109,7 @@ def loda_spec(lab: Lab, scene: Scene, layers: str, c: float) -> str:
     )
 
 
-def extractor(lab: Lab, scene: Scene) -> Path:
+def extractor(lab: Lab, scene: LodaScene) -> Path:
     """The file of a network's weights that were trained on the other of CIFAR-10 and SVHN, on pixels as they are."""
     name = svhn(lab) if scene.name == "cifar10" else "cifar10"
 
@@ -138,7 +138,7 @@ def svhn(lab: Lab) -> str:
 # --- what is attacked -------------------------------------------------------------------------------------------------
 
 
-def searched_tv(lab: Lab, scene: Scene, spec: str) -> float:
+def searched_tv(lab: Lab, scene: LodaScene, spec: str) -> float:
     """The weight of total variation, out of the paper's grid, that serves best on public images.
 
     The attacker hides these itself by the defence that it knows of, inverts their gradients, and compares what it finds
@@ -165,7 +165,7 @@ def _inversion(lab: Lab, defence: Defence, tv: float, *, adaptive: bool) -> Gs:
 
 
 def _guessed(
-    lab: Lab, scene: Scene, defence: Defence, tv: float, *, adaptive: bool
+    lab: Lab, scene: LodaScene, defence: Defence, tv: float, *, adaptive: bool
 ) -> tuple[Reconstruction, Observation]:
     """What gradient inversion finds of single encodings of the private images, and what was seen."""
     seen = _gradients(lab, scene, scene.private, defence, sizes_of(lab).rounds)
@@ -179,7 +179,7 @@ def _guessed(
     return Reconstruction(found["images"], found["labels"], found["loss"], found["converged"]), seen
 
 
-def _gradients(lab: Lab, scene: Scene, hidden: Batch, defence: Defence, rounds: int, *knows: str) -> Observation:
+def _gradients(lab: Lab, scene: LodaScene, hidden: Batch, defence: Defence, rounds: int, *knows: str) -> Observation:
     """What the server has of images that are hidden: a gradient of each, of mixtures one in each of so many rounds."""
     mixes = isinstance(defence, Mixup)
     network = create_model(ATTACKED, _shape(hidden), 10, lab.seed).eval()
@@ -210,7 +210,7 @@ def decoder_of(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder
 
 
 def figures_under(
-    lab: Lab, scene: Scene, spec: str, *, adaptive: bool, way: str = "stationarity"
+    lab: Lab, scene: LodaScene, spec: str, *, adaptive: bool, way: str = "stationarity"
 ) -> tuple[list[dict[str, Any]], Tensor]:
     """The figures of each private image, and the guess for it; ``way`` is how LODA is decoded."""
     defence, truth = build_defence(spec), scene.private.images
@@ -256,7 +256,7 @@ def summary(figures: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 # --- what is learned --------------------------------------------------------------------------------------------------
 
 
-def accuracy_under(defence: Defence, scene: Scene, model: str, epochs: int, seed: int) -> float:
+def accuracy_under(defence: Defence, scene: LodaScene, model: str, epochs: int, seed: int) -> float:
     """Test accuracy of a network that one client trains from scratch under a defence."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
@@ -273,7 +273,7 @@ def accuracy_under(defence: Defence, scene: Scene, model: str, epochs: int, seed
     return sum(part.correct for part in parts) / images
 
 
-def learned(lab: Lab, scene: Scene, spec: str, model: str = "") -> float | None:
+def learned(lab: Lab, scene: LodaScene, spec: str, model: str = "") -> float | None:
     """Accuracy of the lab's network, or another; pruning is of every step's gradient there."""
     sizes = sizes_of(lab)
     model = model or sizes.model
@@ -288,7 +288,7 @@ def learned(lab: Lab, scene: Scene, spec: str, model: str = "") -> float | None:
     return lab.once(("accuracy", scene.name, spec, model), work)
 
 
-def _obscured(lab: Lab, scene: Scene, loda: Loda) -> Batch:
+def _obscured(lab: Lab, scene: LodaScene, loda: Loda) -> Batch:
     """The images that are learned from, as LODA makes them."""
 
     def work() -> Tensors:
@@ -297,7 +297,7 @@ def _obscured(lab: Lab, scene: Scene, loda: Loda) -> Batch:
     return replace(scene.learn, images=lab.tensors_once(("obscured", scene.name, loda.spec), work)["images"])
 
 
-def device(lab: Lab, scene: Scene) -> Client:
+def device(lab: Lab, scene: LodaScene) -> Client:
     """A client with the private images and public ones at hand."""
     network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed)
     rng = stream(lab.seed, "loda", "obscure")
@@ -305,7 +305,7 @@ def device(lab: Lab, scene: Scene) -> Client:
     return Client(0, 1, network, {}, scene.private, {}, {}, rng, scene.public, folder)
 
 
-def shown(lab: Lab, scene: Scene, defence: Defence, rounds: int) -> Observation:
+def shown(lab: Lab, scene: LodaScene, defence: Defence, rounds: int) -> Observation:
     """What an attacker has who is given the encodings of so many rounds."""
     return observe(
         create_model(ATTACKED, _shape(scene.private), 10, lab.seed).eval(),

@@ -8,7 +8,7 @@ from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
 from gradveil.attacks.parts.adaptive import ROUGHNESS, countermoves
 from gradveil.attacks.parts.objectives import Objective
-from gradveil.attacks.parts.search import Priors, Search, Step
+from gradveil.attacks.parts.search import Priors, Search, SearchStep
 from gradveil.defences import Countermove, Defence, build_defence
 from gradveil.errors import UnknownNameError
 from gradveil.federated.protocol import LocalSettings
@@ -120,13 +120,13 @@ def test_the_compiled_step_plays_the_countermove_too():
 def test_under_noise_the_likelihood_starts_where_the_attacks_own_distance_ends(monkeypatch):
     """Each phase has all of the steps, and the likelihood has the last word."""
     _, _, seen = scene(defence=build_defence("gaussian:std=0.1"), grants=KNOWS)
-    kinds, evaluate = [], Step._evaluate
+    kinds, evaluate = [], SearchStep._evaluate
 
     def watched(step, flat, task):
         kinds.append(step.search.objective.kind)
         return evaluate(step, flat, task)
 
-    monkeypatch.setattr(Step, "_evaluate", watched)
+    monkeypatch.setattr(SearchStep, "_evaluate", watched)
     result = run(Gs(iterations=7, keep=7, compile="off"), seen)
     assert kinds == ["cosine"] * 8 + ["l2"] * 8  # 7 steps, and a last look, of each
     assert result.steps == (0, 2, 4, 6, 8, 10, 12, 14)

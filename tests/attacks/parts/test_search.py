@@ -15,7 +15,7 @@ from tests.attacks.scene import scene
 def step_of(seen, priors=None, restarts=1):
     """A step on the squared distance with these priors."""
     how = search.Search(Objective("l2"), priors or search.Priors())
-    return search.Step(how, restarts, seen, replay_of(seen, "unroll", torch.Generator()))
+    return search.SearchStep(how, restarts, seen, replay_of(seen, "unroll", torch.Generator()))
 
 
 def loss_of(step, task, guess):
@@ -24,7 +24,7 @@ def loss_of(step, task, guess):
 
 def test_the_loss_is_the_distance_of_the_guesss_gradient_and_its_gradient_is_right():
     truth, labels, seen = scene(targets=2)
-    step, task = step_of(seen), search.Task(seen.mean_gradients, {}, labels)
+    step, task = step_of(seen), search.SearchTask(seen.mean_gradients, {}, labels)
     assert loss_of(step, task, truth.flatten(1)).max() < 1e-9
     guess = torch.rand(2, 64)
     found = example_gradients(seen.network, guess.view(2, 1, 8, 8), labels.flatten())
@@ -38,7 +38,7 @@ def test_the_loss_is_the_distance_of_the_guesss_gradient_and_its_gradient_is_rig
 
 def test_priors_add_their_penalties():
     _, labels, seen = scene(targets=2)
-    task, guess = search.Task(seen.mean_gradients, {}, labels), torch.rand(2, 64)
+    task, guess = search.SearchTask(seen.mean_gradients, {}, labels), torch.rand(2, 64)
     plain = loss_of(step_of(seen), task, guess)
     square = loss_of(step_of(seen, search.Priors(l2=3.0)), task, guess) - plain
     torch.testing.assert_close(square, 3 * guess.square().mean(1), rtol=1e-3, atol=1e-3)
@@ -51,7 +51,7 @@ def test_priors_add_their_penalties():
 def test_the_group_draws_the_restarts_of_each_target_to_their_own_mean():
     _, labels, seen = scene(targets=2)
     rows = torch.tensor([0, 0, 0, 1, 1, 1])
-    task, guess = search.Task(seen.mean_gradients, {}, labels).of(rows), torch.rand(6, 64)
+    task, guess = search.SearchTask(seen.mean_gradients, {}, labels).of(rows), torch.rand(6, 64)
     plain, held = step_of(seen, restarts=3), step_of(seen, search.Priors(group=5.0), restarts=3)
     extra = loss_of(held, task, guess) - loss_of(plain, task, guess)
     groups = guess.view(2, 3, 64)
@@ -64,7 +64,7 @@ def test_the_group_draws_the_restarts_of_each_target_to_their_own_mean():
 
 
 def test_a_task_of_some_rows_takes_everything_along():
-    task = search.Task(
+    task = search.SearchTask(
         {"w": torch.arange(6.0).view(3, 2)}, {"bn": (torch.zeros(3, 1), torch.ones(3, 1))}, torch.ones(3, 1)
     )
     some = task.of(torch.tensor([2, 0]))
@@ -78,8 +78,8 @@ def test_a_task_of_some_rows_takes_everything_along():
 def test_a_compiled_step_with_soft_labels_is_the_same_step():
     _, _, seen = scene(targets=3)
     rng = torch.Generator().manual_seed(0)
-    step = search.Step(Dlg().search(seen), 1, seen, replay_of(seen, "unroll", rng))
-    task = search.Task(seen.mean_gradients, {}, None)
+    step = search.SearchStep(Dlg().search(seen), 1, seen, replay_of(seen, "unroll", rng))
+    task = search.SearchTask(seen.mean_gradients, {}, None)
     guess = step.begin("normal", task, rng)
     plain = step.closure(task)(guess)
     step.compile_for(task, must=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from gradveil.defences.parts.transforms import STEPS, Step, filled
+from gradveil.defences.parts.transforms import STEPS, Transform, filled
 
 
 def picture(seed=0, side=16):
@@ -54,7 +54,7 @@ PILLOW = {
 @pytest.mark.parametrize("level", [2, 9])
 @pytest.mark.parametrize("name", list(PILLOW))
 def test_it_does_what_pillow_does(name, level, sign):
-    step, images = Step(name, level), picture(level)
+    step, images = Transform(name, level), picture(level)
     ours = step(images, torch.tensor([sign]))
     theirs = from_pillow(PILLOW[name](to_pillow(images), step.strength, sign))
     off = (ours - theirs).abs()
@@ -64,15 +64,15 @@ def test_it_does_what_pillow_does(name, level, sign):
 
 def test_every_image_has_its_own_sign():
     images = picture().expand(2, -1, -1, -1)
-    both = Step("translate-x", 9)(images, torch.tensor([-1, 1]))
-    assert torch.equal(both[:1], Step("translate-x", 9)(images[:1], torch.tensor([-1])))
+    both = Transform("translate-x", 9)(images, torch.tensor([-1, 1]))
+    assert torch.equal(both[:1], Transform("translate-x", 9)(images[:1], torch.tensor([-1])))
     assert not torch.equal(both[0], both[1])
 
 
 def test_the_fifty_are_there_with_the_published_strengths():
     assert len(STEPS) == 50
     assert {step.name for step in STEPS} <= set(PILLOW)
-    assert STEPS[21] == Step("translate-x", 5)
+    assert STEPS[21] == Transform("translate-x", 5)
     assert STEPS[3].strength == pytest.approx(150 / 331)
     assert STEPS[13].strength == pytest.approx(0.5 * 5 / 9)
     assert STEPS[37].strength == pytest.approx(256 * 5 / 9)
@@ -85,7 +85,7 @@ def everywhere(images):
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("name", ["shear-x", "shear-y", "translate-x", "translate-y", "rotate"])
 def test_moves_are_undone_where_nothing_was_lost(name, sign):
-    images, signs, step = picture(side=32), torch.tensor([sign]), Step(name, 4)
+    images, signs, step = picture(side=32), torch.tensor([sign]), Transform(name, 4)
     there = step(images, signs)
     back, known = step.undone(there, step.left(everywhere(images), signs), signs)
     assert 0.6 < known.float().mean() < 1
@@ -100,7 +100,7 @@ def test_moves_are_undone_where_nothing_was_lost(name, sign):
 
 def test_a_pixel_is_known_if_it_never_left_the_picture():
     images, plus = picture(), torch.tensor([1])
-    steps = [(Step("translate-x", 9), plus), (Step("translate-x", 5), -plus), (Step("invert", 0), plus)]
+    steps = [(Transform("translate-x", 9), plus), (Transform("translate-x", 5), -plus), (Transform("invert", 0), plus)]
     known, shown = everywhere(images), images
     for step, sign in steps:
         known, shown = step.left(known, sign), step(shown, sign)
@@ -128,7 +128,7 @@ def test_lost_pixels_are_filled_from_known_ones_of_the_same_image_and_channel():
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_tones_are_undone_exactly(name, sign):
     images, signs = 0.4 + 0.2 * picture(), torch.tensor([sign])
-    step = Step(name, 9)
+    step = Transform(name, 9)
     known = picture()[:, :1] < 0.5
     back, there = step.undone(step(images, signs), step.left(known, signs), signs)
     assert (back - images).abs().max() < 1e-3
@@ -138,7 +138,7 @@ def test_tones_are_undone_exactly(name, sign):
 @pytest.mark.parametrize("name", list(PILLOW))
 def test_grey_and_flat_images_stay_finite_and_in_range(name):
     for images in (torch.full((2, 1, 8, 8), 0.5), torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8)):
-        out = Step(name, 9)(images, torch.ones(len(images)))
+        out = Transform(name, 9)(images, torch.ones(len(images)))
         assert out.shape == images.shape
         assert out.isfinite().all()
         assert out.min() >= 0

@@ -121,7 +121,7 @@ def _keeping(search: Search, kept: Container[str], parts: str, names: Sequence[s
 
 
 @dataclass(frozen=True)
-class Task:
+class SearchTask:
     """One chunk: what to match, row by row.
 
     Attributes:
@@ -148,22 +148,22 @@ class Task:
         labels = [] if self.labels is None else [self.labels]
         return [*self.wanted.values(), *pairs, *labels, *self.outputs.values()]
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "Task":
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "SearchTask":
         """The inverse of ``tensors``."""
         rest = iter(tensors)
-        return Task(
+        return SearchTask(
             {name: next(rest) for name in self.wanted},
             {name: (next(rest), next(rest)) for name in self.statistics},
             None if self.labels is None else next(rest),
             {name: next(rest) for name in self.outputs},
         )
 
-    def of(self, rows: Tensor) -> "Task":
+    def of(self, rows: Tensor) -> "SearchTask":
         """The task of some rows."""
         return self.with_tensors([tensor[rows] for tensor in self.tensors])
 
 
-class Step:
+class SearchStep:
     """Loss and gradient of guesses (rows, variables): the part that takes the time."""
 
     def __init__(self, search: Search, restarts: int, seen: Observation, replay: Replay) -> None:
@@ -192,7 +192,7 @@ class Step:
         move = self.search.move
         return move.sent is not None or bool(move.decoys) or bool(move.unknowns) or bool(move.outputs)
 
-    def begin(self, start: str, task: Task, rng: torch.Generator) -> Tensor:
+    def begin(self, start: str, task: SearchTask, rng: torch.Generator) -> Tensor:
         """First guesses: images, logits of soft labels where labels are searched, decoys, secret outputs."""
         if self.maker is None:
             first = begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng)
@@ -232,7 +232,7 @@ class Step:
         own = F.one_hot(targets, self.seen.num_classes).to(soft) if targets.dim() == 1 else targets
         return pixels, (1 - share) * soft + share * own.repeat_interleave(each, 0)
 
-    def outputs(self, flat: Tensor, task: Task) -> dict[str, Tensor]:
+    def outputs(self, flat: Tensor, task: SearchTask) -> dict[str, Tensor]:
         """Outputs (rows, numbers) of secret modules: those searched, which stand last, and those known."""
         sizes = list(self._unknowns.values())
         searched = torch.split(flat[:, flat.shape[1] - sum(sizes) :], sizes, 1)
@@ -253,7 +253,7 @@ class Step:
         images = self._images(flat, labels).view(len(flat), -1, *self.seen.shape)
         return self.space.to_pixels(images).clamp(0, 1)
 
-    def rates(self, flat: Tensor, task: Task) -> Tensor:
+    def rates(self, flat: Tensor, task: SearchTask) -> Tensor:
         """Factors on the rate for each variable: the maker's for its own and for searched labels, else 1."""
         factors = torch.ones(flat.shape[1])
         if self.maker is not None:
@@ -262,7 +262,7 @@ class Step:
                 factors[self.num_pixels :][: self.batch_size * self.seen.num_classes] = self.maker.label_rate
         return factors.to(flat)
 
-    def guessed(self, pixels: Tensor, flat: Tensor, task: Task) -> Tensors:
+    def guessed(self, pixels: Tensor, flat: Tensor, task: SearchTask) -> Tensors:
         """What images in [0, 1] would have led to, as far as the attacker knows the client.
 
         ``flat`` has their labels, and all else that is searched.
@@ -279,7 +279,7 @@ class Step:
             guess = {name: tensor + share * theirs[name] for name, tensor in guess.items()}
         return guess if self.search.move.sent is None else self.search.move.sent(guess, wanted)
 
-    def closure(self, task: Task) -> Closure:
+    def closure(self, task: SearchTask) -> Closure:
         """The function that an optimiser calls."""
         if self._fast is None:
             return lambda flat: self._evaluate(flat, task)
@@ -292,7 +292,7 @@ class Step:
 
         return run
 
-    def compile_for(self, task: Task, *, must: bool) -> None:
+    def compile_for(self, task: SearchTask, *, must: bool) -> None:
         """Compile for chunks of this size; smaller ones are padded. Where that fails, ``must`` makes it an error."""
 
         def function(flat: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,16 +311,16 @@ class Step:
                 ) from error
             log.info("The search is not compiled: %s", error)
 
-    def _evaluate(self, flat: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, flat: Tensor, task: SearchTask) -> tuple[Tensor, Tensor]:
         leaf = flat.detach().requires_grad_()
         loss = self._loss(leaf, task)
         return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
 
-    def losses(self, flat: Tensor, task: Task) -> Tensor:
+    def losses(self, flat: Tensor, task: SearchTask) -> Tensor:
         """(rows,) losses alone, for optimisers that need no gradient."""
         return self._loss(flat.detach(), task).detach()
 
-    def _loss(self, leaf: Tensor, task: Task) -> Tensor:
+    def _loss(self, leaf: Tensor, task: SearchTask) -> Tensor:
         priors, rows = self.search.priors, len(leaf)
         images = self._images(leaf, task.labels)
         pixels = self.space.to_pixels(images)

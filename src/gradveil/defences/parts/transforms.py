@@ -16,7 +16,7 @@ Operation = Callable[[Tensor, float, Tensor], Tensor]
 """From images, a strength and signs to images."""
 
 
-class Step(NamedTuple):
+class Transform(NamedTuple):
     """One operation with its strength.
 
     Attributes:
@@ -269,7 +269,7 @@ _RANGES = {
 }  # fmt: skip
 
 STEPS = tuple(
-    Step(name, level)
+    Transform(name, level)
     for name, level in (
         ("invert", 7), ("contrast", 6), ("rotate", 2), ("translate-x", 9), ("sharpness", 1),
         ("sharpness", 3), ("shear-y", 2), ("translate-y", 2), ("autocontrast", 5), ("equalize", 2),
