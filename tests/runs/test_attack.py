@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from gradveil.runs.attack import attack_files, read_update
-from gradveil.federated.protocol import LocalSettings
 from gradveil.data import load_dataset
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
 from gradveil.registry import convert
+from gradveil.runs.attack import attack_files, read_update
 from gradveil.runs.update_spec import UpdateSpec, read_spec
 
 MODEL = "lenet-dlg:activation=sigmoid,init=uniform"

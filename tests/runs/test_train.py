@@ -22,8 +22,8 @@ import gradveil.runs.train
 from gradveil import cli
 from gradveil.config import TrainSettings, make_train_settings, read_settings
 from gradveil.errors import DivergedError, RunFolderError
-from gradveil.storage import read_metadata
 from gradveil.runs.train import train
+from gradveil.storage import read_metadata
 
 DEFENCES = '''
 from dataclasses import dataclass, replace

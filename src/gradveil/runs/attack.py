@@ -20,20 +20,20 @@ from gradveil.attacks.parts.adaptive import countermoves
 from gradveil.data import load_dataset
 from gradveil.defences import build_defence
 from gradveil.engines.devices import defended
+from gradveil.engines.run_folder import RunFolder, to_lines
 from gradveil.engines.simulation import check_output, usable_device
 from gradveil.errors import ConfigError, DataError, RunFolderError, TrainingError
 from gradveil.metrics import METRICS, align, score_targets
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import parse_normalisation
-from gradveil.threat.observe import hold_private
 from gradveil.randomness import stream
-from gradveil.threat.received import received
 from gradveil.report.pictures import strip_png
-from gradveil.engines.run_folder import RunFolder, to_lines
+from gradveil.runs.update_spec import UpdateSpec
 from gradveil.storage import load_tensors, read_metadata, to_safetensors, write_atomic
 from gradveil.threat import Observation, Reconstruction
+from gradveil.threat.observe import hold_private
+from gradveil.threat.received import received
 from gradveil.types import Batch
-from gradveil.runs.update_spec import UpdateSpec
 from gradveil.validate import in_range, is_file
 
 PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")

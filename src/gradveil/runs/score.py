@@ -21,8 +21,8 @@ from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.defences import Countermove, build_defence
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.runs.cramer_rao import Leak, leak
 from gradveil.randomness import stream
+from gradveil.runs.cramer_rao import Leak, leak
 from gradveil.threat import Observation, ThreatModel
 from gradveil.types import Batch, Tensors
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.config import TrainSettings
+from gradveil.engines.run_folder import RunFolder
 from gradveil.engines.simulation import Simulation
 from gradveil.engines.training import Progress, record
 from gradveil.report.curves import draw_curves
 from gradveil.report.training import write_page
-from gradveil.engines.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradveil.federated.protocol import LocalSettings
 from gradveil.config import TrainSettings, absolute_dataset, read_settings, with_absolute_paths
 from gradveil.engines.devices import local_settings
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import LocalSettings
 from gradveil.registry import convert
 from gradveil.validate import in_range, one_of
 

@@ -1,0 +1,1 @@
+"""What the commands train, attack and score do."""
