@@ -50,7 +50,7 @@ def test_public_images_have_weight_and_no_label():
 @pytest.mark.parametrize("aux", [None, pictures(1), pictures(9, shape=(2, 5, 5))])
 def test_public_images_must_be_there_and_fit(aux):
     data = pictures(6)
-    with pytest.raises(DefenceError, match=r"needs 2 public images of shape \(2, 4, 4\) or more, got"):
+    with pytest.raises(DefenceError, match=r"needs at least 2 public images of shape \(2, 4, 4\), got"):
         Instahide(pool="public").on_batch(data, client_with(data, aux=aux))
 
 

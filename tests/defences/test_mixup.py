@@ -90,7 +90,7 @@ def test_bad_settings(bad):
 
 
 def test_a_cap_that_is_hardly_ever_met_is_refused():
-    with pytest.raises(DefenceError, match=r"within cap=0.3 now and then, got none in .* Raise cap"):
+    with pytest.raises(DefenceError, match=r"at most cap=0.3, but 1000 draws .* Raise cap"):
         Mixup(own=40, cap=0.3).on_batch(pictures(8), client_with(pictures(8)))
 
 

@@ -1,4 +1,4 @@
-"""ATS: clients train on images transformed by a policy that makes their gradients hard to invert."""
+"""ATS: train on images transformed by a policy that makes their gradients hard to invert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,28 +18,29 @@ from gradveil.validate import in_range
 
 @dataclass(frozen=True)
 class Ats(Defence):
-    r"""Transform each image of a batch by a policy: up to a few operations, one after the other.
+    r"""Transform each image of a batch by a policy, which is a short sequence of image operations.
 
     .. math:: \tilde x = t_{p_m}(\dots t_{p_1}(x))
 
-    A policy is written as the numbers of its operations, ``21-13-3``; of several, joined by ``+``, each image gets one
-    at random. The numbers index `gradveil.defences.parts.transforms.STEPS`; `gradveil.defences.parts.policies` searches
-    for good policies.
+    A policy is written as the numbers of its operations, in order: ``21-13-3``. If several policies are joined by
+    ``+``, each image gets one of them at random. The numbers are indices into
+    `gradveil.defences.parts.transforms.STEPS`. `gradveil.defences.parts.policies` searches for good policies.
 
-    Threat model: a curious server that inverts the updates of a network in later rounds.
-    Does not protect: in the first rounds, when the network leaks any image, transformed or not; and a transformed image
-        is still the image: an attacker who knows the policy undoes it (the decoder ``untransform``).
+    Threat model: an honest-but-curious server that inverts the updates of later rounds.
+    Does not protect: the first rounds, in which the network leaks every image, transformed or not. Nor does it protect
+        the content of an image later on: an attacker who knows the policy inverts the transformed image and undoes the
+        operations (the decoder ``untransform``).
     Guarantee: none.
-    Reference: Gao et al. 2021, https://arxiv.org/abs/2011.12505, and the authors' code, whose operations are applied
-        always, whatever chance AutoAugment gave them. The policies ``21-13-3``, ``7-4-15`` and both together are those
-        attacked by Balunovic et al. 2022, https://arxiv.org/abs/2111.04706.
+    Reference: Gao et al. 2021, https://arxiv.org/abs/2011.12505, and the authors' code, which applies every operation
+        with certainty and ignores the probabilities of AutoAugment. Balunovic et al. 2022,
+        https://arxiv.org/abs/2111.04706, attack the policies ``21-13-3``, ``7-4-15`` and both together.
     Differs from the paper: pixels are not rounded to bytes between operations.
 
     Attributes:
-        policy: numbers of operations joined by ``-``; several policies joined by ``+``.
-        crop: pixels by which images are padded with black and cropped at random again before the policy; the authors
-            have 4.
-        mirror: whether images are mirrored with a chance of one half before the policy; so have the authors.
+        policy: numbers of the operations, joined by ``-``; several policies are joined by ``+``.
+        crop: width in pixels of a black border that is added before a random crop to the original size, before the
+            policy; 0 is no crop. The authors use 4.
+        mirror: whether each image is mirrored with probability 1/2 before the policy, as the authors do.
     """
 
     hides_images: ClassVar[bool] = True
@@ -54,11 +55,11 @@ class Ats(Defence):
 
     @property
     def policies(self) -> list[list[Transform]]:
-        """The operations of each policy."""
+        """Return the operations of each policy."""
         return [policy_of(text) for text in self.policy.split("+")]
 
     def on_batch(self, batch: Batch, client: Client) -> Batch:
-        """Each image under one of the policies, drawn anew in every batch."""
+        """Transform each image by one of the policies, drawn anew for every batch."""
         images, rng, policies = batch.images, client.rng, self.policies
         self.require_pixels(images)
         if self.crop:
@@ -75,15 +76,15 @@ class Ats(Defence):
         return replace(batch, images=out)
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Invert the gradient as ever, then undo the policy; or (``early``) take the transformed image for the image.
+        """Return ``untransform``, which undoes the policy on the inverted image, and ``early``, which does not.
 
-        The round decides more than either: attack the first ones.
+        The round matters more than this choice: the first rounds leak most.
         """
         return {"untransform": Countermove(decode=("untransform",)), "early": Countermove()}
 
 
 def policy_of(text: str) -> list[Transform]:
-    """The operations of a policy's text.
+    """Parse a policy such as ``21-13-3`` into its operations.
 
     Example:
         >>> [step.name for step in policy_of("21-13-3")]
@@ -101,14 +102,14 @@ def policy_of(text: str) -> list[Transform]:
 
 
 def transformed(images: Tensor, steps: list[Transform], signs: Tensor) -> Tensor:
-    """Images (N, C, H, W) after all operations, with signs (N, operations)."""
+    """Apply all operations to images (N, C, H, W), with the signs (N, operations) of each."""
     for number, step in enumerate(steps):
         images = step(images, signs[:, number])
     return images
 
 
 def random_signs(count: int, operations: int, rng: torch.Generator) -> Tensor:
-    """(count, operations) of -1 and 1."""
+    """Draw a (count, operations) tensor of -1 and 1."""
     return 2 * torch.randint(2, (count, operations), generator=rng) - 1
 
 

@@ -1,4 +1,4 @@
-"""Norm clipping of what is sent."""
+"""Clipping the norm of the update."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,22 +17,23 @@ _TINY = 1e-24
 
 @dataclass(frozen=True)
 class Clip(Perturbation):
-    r"""Scale the update, all tensors together, down to an L2 norm of at most ``norm``.
+    r"""Scale the whole update down to an L2 norm of at most ``norm``.
 
     .. math:: \tilde u = u \cdot \min(1, C / \|u\|_2)
 
-    A zero update stays zero. BatchNorm's running statistics (``Update.buffers``) are sent as they are.
+    The norm is that of all tensors together. A zero update stays zero. BatchNorm's running statistics
+    (``Update.buffers``) are sent unchanged.
 
-    Threat model: a curious server that sees single updates.
-    Does not protect: against any attack whose distance ignores the scale (cosine), nor one that clips its guess alike:
-        the direction is sent whole.
-    Guarantee: none; it bounds what one client can change, and hides nothing of it without noise.
-    Reference: Li et al. 2022 (GGL), https://arxiv.org/abs/2203.15696, a bound of 4; Geyer et al. 2017,
+    Threat model: an honest-but-curious server that sees individual updates.
+    Does not protect: against an attack whose distance ignores scale (cosine), or one that clips the gradient of its
+        guess in the same way: the direction of the update is sent unchanged.
+    Guarantee: none; clipping bounds how much one client can change the model, but without noise it hides nothing.
+    Reference: Li et al. 2022 (GGL), https://arxiv.org/abs/2203.15696, with a bound of 4; Geyer et al. 2017,
         https://arxiv.org/abs/1712.07557.
-    Differs from the paper: on the update of a round by default; ``where=gradient`` is GGL's.
+    Differs from the paper: clips the update of a round by default; GGL clips gradients, which is ``where=gradient``.
 
     Attributes:
-        where: ``update`` clips what is sent, once a round; ``gradient`` the gradient of every local step.
+        where: ``update`` clips the update once per round; ``gradient`` clips the gradient of every local step.
         norm: the bound C.
     """
 
@@ -43,13 +44,13 @@ class Clip(Perturbation):
         in_range("norm", self.norm, 0, open_low=True)
 
     def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-        """Scale all tensors by one factor; nothing is drawn."""
+        """Scale all tensors by the same factor; ``rng`` is not used."""
         squares = [tensor.double().square().sum() for tensor in tensors.values()]
         excess = (torch.stack(squares or [torch.zeros(())]).sum().sqrt() / self.norm).clamp(min=1.0)
         return {name: _divided(tensor, excess) for name, tensor in tensors.items()}
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Clip the guess as the client does, or give it the norm of what was seen."""
+        """Return ``again``, which clips the guess as the client does, and ``scale``, which gives it the seen norm."""
         bound = self.norm / max(sum(arrived.steps), 1e-12) if self.where == "update" else self.norm
         return {"again": Countermove(partial(clip_rows, bound=bound)), "scale": Countermove(_same_norm)}
 
@@ -60,18 +61,18 @@ def _divided(tensor: Tensor, divisor: Tensor) -> Tensor:
 
 
 def row_norms(tensors: Tensors) -> Tensor:
-    """(T,) norms of T gradients, each (T, ...) by name; tiny instead of zero, so that the slope is finite."""
+    """Return the norms (T,) of T gradients, given as (T, ...) by name; never zero, so that derivatives stay finite."""
     squares = [tensor.reshape(len(tensor), -1).square().sum(1) for tensor in tensors.values() if tensor.numel()]
     return torch.stack(squares).sum(0).clamp(min=_TINY).sqrt()
 
 
 def scale_rows(tensors: Tensors, factors: Tensor) -> dict[str, Tensor]:
-    """Multiply each of T gradients by its factor (T,)."""
+    """Multiply each of T gradients by its own factor; ``factors`` is (T,)."""
     return {name: tensor * factors.view(-1, *[1] * (tensor.dim() - 1)) for name, tensor in tensors.items()}
 
 
 def clip_rows(guess: Tensors, seen: Tensors, *, bound: float) -> dict[str, Tensor]:
-    """Scale each of T gradients down to a norm of at most ``bound``; ``seen`` has no say.
+    """Scale each of T gradients down to a norm of at most ``bound``; ``seen`` is not used.
 
     Example:
         >>> clip_rows({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}, {}, bound=1.0)["w"]

@@ -1,4 +1,4 @@
-"""Gaussian noise on what is sent, without clipping: the usual baseline, often called DP though it is not."""
+"""Gaussian noise on the update, without clipping: the usual baseline, often called DP although it is not."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,26 +17,27 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class Gaussian(Perturbation):
-    r"""Add independent Gaussian noise to every entry.
+    r"""Add independent Gaussian noise to every entry of the update.
 
     .. math:: \tilde u_i = u_i + \sigma z_i, \qquad z_i \sim N(0, 1)
 
-    BatchNorm's running statistics (``Update.buffers``) are sent as they are.
+    BatchNorm's running statistics (``Update.buffers``) are sent unchanged.
 
-    Threat model: a curious server that sees single updates.
-    Does not protect: against an attacker who weighs its match by the noise's likelihood and has a prior on images, or
-        who averages many updates of the same images; how strong the noise is depends on the gradient's scale.
-    Guarantee: none. Nothing is clipped, so one image can change the update by any amount and no noise hides it: this
-        is not differential privacy, whatever papers call it; see ``dp-sgd``.
-    Reference: Zhu et al. 2019, https://arxiv.org/abs/1906.08935, Section 5, standard deviations of 1e-4 to 1e-1; DCS2
-        uses 1e-2 (MNIST) and 1e-3 (CIFAR-10).
-    Differs from the paper: on the update of a round by default; ``where=gradient`` is the paper's. With a learning rate
-        below 1 the same noise on the update is the stronger one.
+    Threat model: an honest-but-curious server that sees individual updates.
+    Does not protect: against an attacker who uses the likelihood of the noise as its matching loss together with a
+        prior on images, or who averages many updates of the same images. How much a given noise protects depends on
+        the scale of the gradient.
+    Guarantee: none. Nothing is clipped, so one image can change the update by any amount, which no fixed noise hides.
+        Papers often call this differential privacy, but it is not; see ``dp-sgd``.
+    Reference: Zhu et al. 2019, https://arxiv.org/abs/1906.08935, Section 5, with standard deviations from 1e-4
+        to 1e-1; DCS2 uses 1e-2 (MNIST) and 1e-3 (CIFAR-10).
+    Differs from the paper: adds noise to the update of a round by default; the paper adds it to gradients, which is
+        ``where=gradient``. With a learning rate below 1, noise of the same strength hides more in the update.
 
     Attributes:
-        where: ``update`` perturbs what is sent, once a round; ``gradient`` the gradient of every local step.
+        where: ``update`` adds noise to the update once per round; ``gradient`` to the gradient of every local step.
         std: standard deviation of the noise.
-        relative: take ``std`` times the root mean square of the whole update (all tensors together).
+        relative: whether ``std`` is in units of the root mean square of the whole update (all tensors together).
     """
 
     std: float = 1e-2
@@ -47,12 +48,12 @@ class Gaussian(Perturbation):
         in_range("std", self.std, 0, open_low=True)
 
     def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-        """Add noise, drawn tensor by tensor."""
+        """Add noise to every tensor, in the order of the tensors."""
         std = self.std * root_mean_square(tensors) if self.relative else self.std
         return {name: _noisy(tensor, std, rng) for name, tensor in tensors.items()}
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """The noise's likelihood: squared differences, by its standard deviation."""
+        """Return ``likelihood``: squared differences in units of the noise's standard deviation."""
         spread = 1.0 if self.where == "update" and self.relative else noise_spread(self.where, arrived.steps)
         return {
             "likelihood": Countermove(
@@ -68,7 +69,7 @@ def _noisy(tensor: Tensor, std: float, rng: torch.Generator) -> Tensor:
 
 
 def root_mean_square(tensors: Tensors) -> float:
-    """Of all entries of all tensors together; 0 if there are none.
+    """Return the root mean square of all entries of all tensors together, or 0 if there are no entries.
 
     Example:
         >>> root_mean_square({"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)})
@@ -80,7 +81,9 @@ def root_mean_square(tensors: Tensors) -> float:
 
 
 def noise_spread(where: str, steps: Sequence[float]) -> float:
-    """What noise of standard deviation 1 becomes in units of the mean gradient, over local steps of these lengths.
+    """Return the standard deviation, in the mean gradient of an update, of unit noise added to the update or gradients.
+
+    ``steps`` are the lengths of the local steps; the update is minus their sum times the mean gradient.
 
     Example:
         >>> noise_spread("update", [0.5, 1.5]), noise_spread("gradient", [1.0] * 4)
@@ -91,10 +94,10 @@ def noise_spread(where: str, steps: Sequence[float]) -> float:
 
 
 def seen_noise(seen: Tensors, std: float, spread: float, *, relative: bool) -> dict[str, float]:
-    """Standard deviation of the noise in the mean gradients that were seen, by name; positive and finite.
+    """Return the standard deviation of the noise in the seen mean gradients, by tensor name; positive and finite.
 
-    Relative noise is r times the gradient's root mean square, so the one seen is :math:`sqrt(1 + r^2)` times that; the
-    mean over all targets counts, those of zero left out.
+    Relative noise of strength r is r times the root mean square (RMS) of the clean gradient, so the RMS of the noisy
+    gradient is :math:`sqrt(1 + r^2)` times the clean one. The result is a mean over targets, without gradients of zero.
     """
     noise = std * spread
     if relative:

@@ -1,4 +1,4 @@
-"""InstaHide: mixtures of images whose pixels change sign at random."""
+"""InstaHide: train on mixtures of images whose pixels change sign at random."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,28 +15,29 @@ from gradveil.validate import in_range
 
 @dataclass(frozen=True)
 class Instahide(Mixup):
-    r"""Mix each image with k - 1 others as `Mixup` does, and flip the sign of every pixel with a chance of one half.
+    r"""Mix each image with k - 1 others as `Mixup` does, then flip the sign of each pixel with probability ``flip``.
 
     .. math:: \tilde x = \sigma \circ \sum_{j=1}^k \lambda_j x_j, \qquad \sigma_i \sim \{-1, 1\}, \qquad
         \tilde y = \sum_{j=1}^k \lambda_j y_j
 
-    for pixels scaled to [-1, 1]. With ``pool=public`` two of the images are the client's, and k - 2 are public ones
-    without a label.
+    for pixels scaled to [-1, 1]. With ``pool=public``, two of the images are the client's own and the other k - 2 are
+    public images without a label.
 
-    Threat model: a curious server that takes what it inverts from an update for a private image.
-    Does not protect: against a server that collects many encodings of the same images (the decoder ``unmix``): their
-        absolute values are as before the flips.
-    Guarantee: none; the paper's conjecture of hardness was refuted by Carlini et al.
-    Reference: Huang et al. 2020, https://arxiv.org/abs/2010.02772, Algorithms 1 and 2 (k of 4 and 6, cap 0.65).
-    Differs from the paper: coefficients are Dirichlet(own, 1, ..., 1) as in GradAttack; encodings are drawn anew in
-        every batch, where the paper draws partners once an epoch.
+    Threat model: an honest-but-curious server that takes the image it inverts from an update for a private one.
+    Does not protect: against a server that collects many encodings of the same images (the decoder ``unmix``): flips
+        do not change the absolute values of the mixtures.
+    Guarantee: none; Carlini et al. refuted the paper's conjecture that decoding is hard.
+    Reference: Huang et al. 2020, https://arxiv.org/abs/2010.02772, Algorithms 1 and 2 (k = 4 and 6, cap 0.65).
+    Differs from the paper: coefficients come from Dirichlet(own, 1, ..., 1), as in GradAttack. Encodings are drawn anew
+        for every batch; the paper draws partners once per epoch.
 
     Attributes:
-        k: images in a mixture.
-        pool: where the others come from: ``batch``, ``data`` (all of the client's), or ``public`` (``--aux``).
-        cap: the largest coefficient.
-        own: parameter of the Dirichlet distribution for the image itself; that of the others is 1.
-        flip: chance that a pixel's sign flips.
+        k: number of images in a mixture.
+        pool: where the other images come from: ``batch``, ``data`` (all of the client's images), or ``public``
+            (``--aux``).
+        cap: largest coefficient that is allowed.
+        own: parameter of the Dirichlet distribution for the image itself, a whole number; the others have 1.
+        flip: probability that the sign of a pixel flips.
     """
 
     aux_labels: ClassVar[bool] = False
@@ -51,21 +52,21 @@ class Instahide(Mixup):
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """Where others may come from."""
+        """Return the values that ``pool`` may take."""
         return (*super().pools, "public")
 
     @property
     def num_private(self) -> int:
-        """All are the client's own, or two."""
+        """Return how many images of a mixture are the client's own: all k, or two with ``pool=public``."""
         return 2 if self.pool == "public" else self.k
 
     def hide(self, mixed: Tensor, rng: torch.Generator) -> Tensor:
-        """Flip signs around mid-grey."""
+        """Flip signs around mid-grey, which is 0.5 for pixels in [0, 1]."""
         flips = torch.rand(mixed.shape, generator=rng).to(mixed) < self.flip
         return torch.where(flips, 1 - mixed, mixed)
 
     def mixture(self, batch: Batch, client: Client) -> Mixture:
-        """As `Mixup`, filled up with public images that have no label."""
+        """Draw mixtures as `Mixup` does, and fill them up to k with public images that have no label."""
         mixture = super().mixture(batch, client)
         count = self.k - self.num_private
         if not count:
@@ -74,8 +75,8 @@ class Instahide(Mixup):
         if public is None or len(public) < count or public.images.shape[1:] != batch.images.shape[1:]:
             there = "none" if public is None else f"{len(public)} of shape {tuple(public.images.shape[1:])}"
             raise DefenceError(
-                f"Defence 'instahide' with pool=public needs {count} public images of shape "
-                f"{tuple(batch.images.shape[1:])} or more, got {there}. Give --aux, or lower k."
+                f"Defence 'instahide' with pool=public needs at least {count} public images of shape "
+                f"{tuple(batch.images.shape[1:])}, got {there}. Choose other public images (--aux), or lower k."
             )
         self.require_pixels(public.images)
         chosen = torch.rand(len(batch), len(public), generator=client.rng).argsort(1)[:, :count]

@@ -1,4 +1,4 @@
-"""No defence: the row that all others are compared with."""
+"""No defence: the baseline that all defences are compared with."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,8 +7,8 @@ from gradveil.defences.base import Defence
 
 
 @dataclass(frozen=True)
-class None_(Defence):  # noqa: N801 - `None` is taken
-    """Send the update as it is.
+class None_(Defence):  # noqa: N801 - `None` is a keyword
+    """Send the update unchanged.
 
     Threat model: none; this is the undefended baseline.
     Does not protect: against anything.

@@ -1,4 +1,4 @@
-"""Gradient pruning (compression): only the largest entries are sent."""
+"""Gradient pruning (compression): send only the largest entries."""
 
 import math
 from collections.abc import Mapping
@@ -15,26 +15,26 @@ from gradveil.validate import in_range, one_of
 
 @dataclass(frozen=True)
 class Prune(Perturbation):
-    r"""Zero the ``fraction`` of entries of smallest magnitude, tensor by tensor or in all tensors together.
+    r"""Set the ``fraction`` of entries with the smallest magnitudes to zero, in each tensor or in all tensors together.
 
     .. math:: \tilde u_i = u_i \cdot \mathbb 1[\,|u_i| \ge \tau\,], \qquad \tau = \text{percentile}_{100\,p}(|u|)
 
-    Of n entries :math:`\lceil p (n - 1) \rceil` are zeroed: as many as lie below the percentile when all magnitudes
-    differ, and never the largest. Among equal ones the first are zeroed. BatchNorm's running statistics
-    (``Update.buffers``) are sent as they are.
+    Here p is ``fraction``. Of n entries :math:`\lceil p (n - 1) \rceil` become zero: those below the percentile if all
+    magnitudes differ, and never the largest. Among equal magnitudes the first entries become zero. BatchNorm's running
+    statistics (``Update.buffers``) are sent unchanged.
 
-    Threat model: a curious server that sees single updates.
-    Does not protect: against an attacker who matches the surviving entries only, which carry most of the energy.
+    Threat model: an honest-but-curious server that sees individual updates.
+    Does not protect: against an attacker who matches only the surviving entries, which carry most of the squared norm.
     Guarantee: none; evidence is empirical.
-    Reference: Zhu et al. 2019, https://arxiv.org/abs/1906.08935, Section 5; strengths used since: 0.2 in GGL
-        (https://arxiv.org/abs/2203.15696), 0.7 (MNIST) and 0.9 (CIFAR-10) in DCS2, 0.99 in LODA.
-    Differs from the paper: no warm-up and no accumulation of what was left out (Deep Gradient Compression); the
-        threshold per tensor is that of the authors' released code.
+    Reference: Zhu et al. 2019, https://arxiv.org/abs/1906.08935, Section 5. Later papers use 0.2 (GGL,
+        https://arxiv.org/abs/2203.15696), 0.7 (MNIST) and 0.9 (CIFAR-10) (DCS2), and 0.99 (LODA).
+    Differs from the paper: there is no warm-up, and pruned entries are not accumulated for later rounds (both are part
+        of Deep Gradient Compression). One threshold per tensor is what the authors' released code uses.
 
     Attributes:
-        where: ``update`` prunes what is sent, once a round; ``gradient`` the gradient of every local step.
-        fraction: share of the entries that is zeroed; 1 leaves a single one.
-        scope: ``tensor`` has a threshold for each tensor, ``global`` one for all.
+        where: ``update`` prunes the update once per round; ``gradient`` prunes the gradient of every local step.
+        fraction: share of the entries that become zero; 1 keeps a single entry.
+        scope: ``tensor`` uses one threshold per tensor, ``global`` one for all tensors.
     """
 
     fraction: float = 0.7
@@ -46,7 +46,7 @@ class Prune(Perturbation):
         one_of("scope", self.scope, ["tensor", "global"])
 
     def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-        """Zero the smallest entries; nothing is drawn."""
+        """Set the smallest entries to zero; ``rng`` is not used."""
         flat = [_magnitudes(tensor) for tensor in tensors.values()]
         if self.scope == "tensor":
             masks = [self._smallest(magnitudes) for magnitudes in flat]
@@ -58,9 +58,10 @@ class Prune(Perturbation):
         }
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Compare the surviving entries only, or prune the guess at the rate found in what was seen.
+        """Return ``surviving``, which compares only the surviving entries, and ``again``, which prunes the guess alike.
 
-        Where noise was added later, nothing is zero any more: then the guess is pruned by ``fraction``.
+        If noise was added after pruning, no entry is zero any more; then only ``again`` is possible, with ``fraction``
+        in place of the share of zeros seen.
         """
         entries = sum(tensor.numel() for tensor in arrived.gradients.values())
         zeros = sum(int((tensor == 0).sum()) for tensor in arrived.gradients.values())
@@ -69,12 +70,12 @@ class Prune(Perturbation):
         return {"surviving": Countermove(surviving, passes_noise=True), "again": Countermove(self._again)}
 
     def _by_fraction(self, guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-        """Each target's guess, pruned as the client would have."""
+        """Prune each target's guess by ``fraction``, as the client would."""
         rows = [self.perturb({name: t[row].detach() for name, t in guess.items()}, _NO_DRAWS) for row in _rows(guess)]
         return {name: t * torch.stack([row[name] != 0 for row in rows]) for name, t in guess.items()}
 
     def _smallest(self, magnitudes: Tensor) -> Tensor:
-        """(n,) which entries to zero."""
+        """Return the mask (n,) of entries to set to zero."""
         count = math.ceil(round(self.fraction * (len(magnitudes) - 1), 6))
         if count < 1:
             return torch.zeros_like(magnitudes, dtype=torch.bool)
@@ -82,7 +83,7 @@ class Prune(Perturbation):
         return _lowest(magnitudes[None], threshold[None, None], torch.tensor([[count]], device=magnitudes.device))[0]
 
     def _again(self, guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-        """Each target's guess, pruned so that as many entries survive as in what was seen of it."""
+        """Prune each target's guess so that as many entries survive as in its seen gradient."""
         rows = {name: tensor.reshape(len(tensor), -1) for name, tensor in guess.items() if tensor.numel()}
         zeros = {name: (seen[name] == 0).reshape(len(row), -1) for name, row in rows.items()}
         if self.scope == "tensor":
@@ -107,12 +108,12 @@ def _magnitudes(tensor: Tensor) -> Tensor:
 
 
 def surviving(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-    """The guess without the entries that are zero in what was seen."""
+    """Return the guess with zeros at all entries that are zero in the seen gradient."""
     return {name: tensor * (seen[name] != 0) for name, tensor in guess.items()}
 
 
 def _pruned_rows(rows: Tensor, zeros: Tensor) -> Tensor:
-    """(T, n) which entries to zero so that each row has as many zeros as its row of ``zeros`` has trues."""
+    """Return the mask (T, n) that sets as many entries of each row to zero as its row of ``zeros`` has true values."""
     magnitudes = rows.detach().abs()
     counts = zeros.sum(1, keepdim=True)  # (T, 1)
     thresholds = magnitudes.sort(1).values.gather(1, (counts - 1).clamp(min=0))
@@ -120,7 +121,10 @@ def _pruned_rows(rows: Tensor, zeros: Tensor) -> Tensor:
 
 
 def _lowest(magnitudes: Tensor, thresholds: Tensor, counts: Tensor) -> Tensor:
-    """(T, n) the ``counts`` smallest of each row, given its count-th smallest; of equal ones the first."""
+    """Return the mask (T, n) of the ``counts`` smallest entries per row, the first ones in case of ties.
+
+    ``thresholds`` (T, 1) are the ``counts``-th smallest values of the rows.
+    """
     below, equal = magnitudes < thresholds, magnitudes == thresholds
     missing = counts - below.sum(1, keepdim=True)  # (T, 1)
     return below | (equal & (equal.cumsum(1) <= missing))

@@ -1,4 +1,4 @@
-"""Quantisation: each entry is rounded to one of a few levels."""
+"""Quantisation: round each entry to one of a few levels."""
 
 import math
 from collections.abc import Mapping
@@ -18,31 +18,32 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class Quantise(Perturbation):
-    r"""Round each tensor's entries to levels that ``bits`` bits can number.
+    r"""Round the entries of each tensor to as many levels as ``bits`` bits can encode.
 
     .. math::
         \text{1 bit: } \tilde u_i = \operatorname{mean}|u| \cdot \operatorname{sign}(u_i), \qquad
         \text{n bits: } \tilde u_i = \frac mk \operatorname{round}\Big(\frac{k u_i}{m}\Big), \quad
         m = \max|u|,\ k = 2^{n-1} - 1
 
-    With n bits there are :math:`2^n - 1` levels, symmetric about zero, which is one of them. ``stochastic`` rounds up
-    or down at random so that the mean is the entry itself; with one bit the levels are then :math:`\pm m`. A tensor of
-    zeros stays so. BatchNorm's running statistics (``Update.buffers``) are sent as they are.
+    With n > 1 bits there are :math:`2^n - 1` levels, symmetric about zero, including zero. ``stochastic`` rounds up or
+    down at random such that the expected value is the entry itself; with one bit the levels are then :math:`\pm m`. A
+    tensor of zeros stays zero. BatchNorm's running statistics (``Update.buffers``) are sent unchanged.
 
-    Threat model: a curious server that sees single updates.
-    Does not protect: against an attacker who accepts every gradient that rounds to what was seen; signs alone still
-        let a trained inverter recover images (Wu et al. 2023, Learning To Invert).
+    Threat model: an honest-but-curious server that sees individual updates.
+    Does not protect: against an attacker who accepts every gradient that rounds to the one it saw. Even signs alone
+        suffice for a trained inverter to recover images (Wu et al. 2023, Learning To Invert).
     Guarantee: none; evidence is empirical.
     Reference: Bernstein et al. 2018, https://arxiv.org/abs/1802.04434 (signs), with the scale of Karimireddy et al.
         2019, https://arxiv.org/abs/1901.09847; Alistarh et al. 2017 (QSGD), https://arxiv.org/abs/1610.02132
-        (stochastic rounding); two bits, stochastic, are Wen et al. 2017 (TernGrad), https://arxiv.org/abs/1705.07878.
-    Differs from the paper: QSGD divides by the L2 norm, this by the largest magnitude, as TernGrad; there is no error
-        feedback; exact zeros have no sign and stay zero.
+        (stochastic rounding); Wen et al. 2017 (TernGrad), https://arxiv.org/abs/1705.07878 (``bits=2`` with
+        ``stochastic``).
+    Differs from the paper: QSGD divides by the L2 norm; this divides by the largest magnitude, as TernGrad does. There
+        is no error feedback. Exact zeros have no sign and stay zero.
 
     Attributes:
-        where: ``update`` rounds what is sent, once a round; ``gradient`` the gradient of every local step.
-        bits: 1 to 16 a number.
-        stochastic: round at random, without bias.
+        where: ``update`` rounds the update once per round; ``gradient`` rounds the gradient of every local step.
+        bits: bits per entry, 1 to 16.
+        stochastic: whether to round at random, without bias.
     """
 
     bits: int = 1
@@ -52,22 +53,23 @@ class Quantise(Perturbation):
         super().__post_init__()
         in_range("bits", self.bits, 1, 16)
         if not isinstance(self.bits, int):
-            raise ConfigError(f"bits must be a whole number, got {self.bits}.")
+            raise ConfigError(f"bits must be a whole number, got {self.bits}. Set bits to one from 1 to 16.")
 
     @property
     def levels(self) -> int:
-        """Positive levels: k of the equation."""
+        """Return k, the number of positive levels."""
         return max((1 << self.bits - 1) - 1, 1)
 
     def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-        """Round each tensor by itself; draws one number an entry if stochastic."""
+        """Round each tensor separately; draw one random number per entry if ``stochastic``."""
         return {name: self._rounded(tensor, rng) for name, tensor in tensors.items()}
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """One bit: compare soft signs. More: count only what lies outside the cell that was rounded.
+        """Return ``sign`` for one bit, ``cell`` for more bits, or ``likelihood`` for stochastic rounding.
 
-        Rounding at random is unbiased noise: of a variance of 1/6 of a squared level on average, of a whole one for
-        one bit.
+        ``sign`` compares smoothed signs. ``cell`` counts only the part of a difference that lies outside the rounding
+        interval. Stochastic rounding is treated as unbiased noise; its variance is 1/6 of a squared level on average,
+        and a whole squared level for one bit.
         """
         if self.stochastic:
             share = 1.0 if self.bits == 1 else math.sqrt(1 / 6)
@@ -97,7 +99,7 @@ class Quantise(Perturbation):
         return (level / self.levels * largest).to(tensor.dtype)
 
     def _outside(self, guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-        """What was seen, plus the part of a guess's difference to it that rounding can't explain."""
+        """Return the seen gradient plus the part of the guess's difference from it that rounding cannot explain."""
         sent = {}
         for name, tensor in guess.items():
             reach = _largest(seen[name]) / self.levels * (1.0 if self.stochastic else 0.5)
@@ -107,14 +109,14 @@ class Quantise(Perturbation):
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """The largest magnitude of each of T gradients, to be broadcast over the tensor: (T, 1, ...)."""
+    """Return the largest magnitude of each of T gradients, shaped (T, 1, ...) for broadcasting."""
     if not tensor.numel():
         return tensor.abs()
     return tensor.abs().reshape(len(tensor), -1).amax(1).view(-1, *[1] * (tensor.dim() - 1))
 
 
 def _soft_signs(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-    """The guess over its magnitude plus the median magnitude, times the scale that was seen."""
+    """Return a smooth sign of each entry x of the guess, x / (abs(x) + median), times the largest seen magnitude."""
     sent = {}
     for name, tensor in guess.items():
         if tensor.numel():

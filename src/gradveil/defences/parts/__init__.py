@@ -1,1 +1,1 @@
-"""What defences are made of."""
+"""Building blocks of defences: privacy accounting, image operations, policy search, certificates."""

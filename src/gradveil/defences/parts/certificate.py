@@ -1,4 +1,4 @@
-"""Soteria's certificate: how far an image inverted from a perturbed representation is from the private one."""
+"""Soteria's certificate: a lower bound on the distance between a private image and its reconstruction."""
 
 import copy
 from collections.abc import Callable
@@ -21,27 +21,27 @@ def certificate(
     tolerance: float = 1e-4,
     max_steps: int = 200,
 ) -> Tensor:
-    r"""A first-order lower bound on the distance of each image X from any X' whose representation is the perturbed r'.
+    r"""Return a first-order lower bound on the distance from each image X to any X' whose representation is r'.
 
     .. math:: \|X - X'\|_2 \ge \frac{\|r - r'\|_2}{\|\nabla_X f\|_2}, \qquad r = f(X), \; r' = f(X')
 
-    f maps an image to the input of ``layer``, in evaluation mode; its Jacobian's operator norm is taken at X. The bound
-    holds where f is linear between X and X', with equality if r - r' lies along the direction that f stretches most.
-    Elsewhere it is an estimate: f may be steeper on the way to X' than at X, and then X' may be nearer. It says nothing
-    on an attacker who also uses other tensors of the update. The norm is approached from below, so the bound from
-    above, by about ``tolerance``.
+    f maps an image to the input of ``layer`` in evaluation mode, and the denominator is the operator norm of its
+    Jacobian at X. The bound holds if f is linear between X and X', with equality if r - r' lies along the direction
+    that f stretches most. Otherwise it is an estimate: f may be steeper between X and X' than at X, and then X' may be
+    closer. It does not cover an attacker who also uses other tensors of the update. Power iteration approaches the
+    norm from below, so the returned bound is too high by a relative error of about ``tolerance``.
 
     Args:
-        network: any in which each image's representation is its own; left as it is.
+        network: a network in which the representation of an image does not depend on other images; not changed.
         layer: name of the layer whose input is the representation.
         images: (N, C, H, W).
         perturbed: r' as (N, features), or a bool mask (N, features) of the features that are set to zero.
-        rng: of the power iteration's start; a CPU generator.
+        rng: CPU generator for the start of the power iteration.
         tolerance: as in `operator_norms`.
         max_steps: as in `operator_norms`.
 
     Returns:
-        (N,) distances in the units of the pixels: 0 where r' is r, infinite where r' differs but nothing moves r.
+        Distances (N,) in units of the pixels: 0 if r' = r, infinite if r' differs from r but no pixel changes r.
 
     Reference: Sun et al. 2021, https://arxiv.org/abs/2012.06043, Theorem 1 with p = 2.
     """
@@ -56,7 +56,10 @@ def certificate(
     with torch.no_grad():
         clean = features(images)  # (N, features)
     if perturbed.shape != clean.shape:
-        raise ConfigError(f"perturbed must be of shape {tuple(clean.shape)}, got {tuple(perturbed.shape)}.")
+        raise ConfigError(
+            f"perturbed must have the shape {tuple(clean.shape)} of the input of layer {layer!r}, "
+            f"got {tuple(perturbed.shape)}. Pass one row per image."
+        )
     target = clean.masked_fill(perturbed, 0.0) if perturbed.dtype == torch.bool else perturbed
     moved = (clean - target).norm(dim=1)
     norms = operator_norms(features, images, rng=rng, tolerance=tolerance, max_steps=max_steps)
@@ -71,16 +74,16 @@ def operator_norms(
     tolerance: float = 1e-4,
     max_steps: int = 200,
 ) -> Tensor:
-    r"""The largest singular value of each example's Jacobian, (N,), by power iteration on :math:`J^T J`.
+    r"""Return the largest singular value (N,) of each example's Jacobian J, by power iteration on :math:`J^T J`.
 
-    A step is one product with J, forward, and one with its transpose, backward, for all examples together.
+    Each step multiplies by J (forward mode) and by its transpose (backward mode), for all examples at once.
 
     Args:
-        function: maps (N, ...) to (N, features), each example by itself.
+        function: maps (N, ...) to (N, features), each example independently of the others.
         inputs: (N, ...).
-        rng: of the random start; a CPU generator.
-        tolerance: relative change in a step below which all values count as found.
-        max_steps: the most steps; then the values stand as they are, a little low.
+        rng: CPU generator for the random start.
+        tolerance: the iteration stops when no value changes by more than this share in a step.
+        max_steps: largest number of steps; if it is reached, the values are slightly too low.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([3.0, 1.0]))
@@ -90,7 +93,7 @@ def operator_norms(
     """
     in_range("tolerance", tolerance, 0, open_low=True)
     in_range("max_steps", max_steps, 1)
-    inputs = inputs.detach().contiguous()  # forward mode refuses expanded memory
+    inputs = inputs.detach().contiguous()  # forward mode rejects expanded tensors
     direction = _normalised(torch.randn(inputs.shape, generator=rng, dtype=inputs.dtype).to(inputs.device))
     backward = torch.func.vjp(function, inputs)[1]
     norms = torch.zeros(len(inputs), dtype=inputs.dtype, device=inputs.device)
@@ -105,7 +108,7 @@ def operator_norms(
 
 
 def _normalised(rows: Tensor) -> Tensor:
-    """Each example at norm 1; zero stays zero."""
+    """Scale each example to norm 1; zero stays zero."""
     norms = rows.flatten(1).norm(dim=1).view(-1, *[1] * (rows.dim() - 1))
     result: Tensor = rows / norms.where(norms > 0, 1.0)
     return result
