@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path):
 def test_an_audit_with_failed_cells_is_no_result(tmp_path, monkeypatch):
     failed = AuditResult(tmp_path, [], {"privacy-00001": "gs on soteria: out of memory"}, 1.0, "", tmp_path)
     monkeypatch.setattr("gradveil.reproduce.soteria.audit", lambda *args, **options: failed)
-    with pytest.raises(TrainingError, match=r"1 parts of .* out of memory"):
+    with pytest.raises(TrainingError, match=r"1 of its cells failed.* out of memory"):
         reproduce("soteria", "fig3", out=tmp_path, scale="smoke")
     assert not (tmp_path / "fig3" / "results.json").exists()
 

@@ -1,4 +1,4 @@
-"""Papers' experiments, one file a paper: the paper's figures beside ours."""
+"""Experiments from papers, one name per paper: the paper's figures beside ours."""
 
 import importlib
 import pkgutil
@@ -13,16 +13,17 @@ __all__ = ["SCALES", "Lab", "Paper", "papers", "reproduce"]
 
 
 def papers() -> dict[str, Paper]:
-    """All papers by name: every file of this folder that has a ``PAPER``."""
+    """Return all papers by name, one for each module in this folder that defines ``PAPER``."""
     modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     found = [paper for module in modules if isinstance(paper := getattr(module, "PAPER", None), Paper)]
     return {paper.name: paper for paper in found}
 
 
 def reproduce(paper: str, table: str = "", *, out: Path, scale: str = "small", **lab: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - passed to Lab
-    """Run one experiment of a paper, or all of them, each in a folder of its own below ``out``.
+    """Run one experiment of a paper, or all of them, each in its own folder below ``out``.
 
-    Finished ones are not run again, nor what they have in common. Returns a document an experiment: title, rows, notes.
+    Finished experiments are not run again, and experiments of one paper share the parts that they have in common.
+    Return one document per experiment, with its title, rows and notes.
     """
     known = papers()
     if paper not in known:

@@ -1,4 +1,4 @@
-"""A paper's experiments, run again: what they are made of, and the folder that their results go to."""
+"""The building blocks of a reproduced experiment, and the folder that receives its results."""
 
 import hashlib
 import json
@@ -19,26 +19,26 @@ from gradveil.storage import load_tensors, save_tensors, write_atomic
 from gradveil.types import Tensors
 
 SCALES = ("smoke", "small", "full")
-"""smoke takes under a minute, small minutes to an hour on two cores, full is the paper's own."""
+"""smoke takes under a minute, small takes minutes to an hour on two cores, full is the scale of the paper."""
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Where and how large an experiment is run.
+    """The place and the scale of an experiment.
 
-    An experiment is made of parts, as a training or an attack. Each is finished once and its result kept, so that an
-    experiment that was killed goes on with what is missing, and those of one paper share what they have in common.
+    An experiment consists of parts, for example a training or an attack. The result of each finished part is kept.
+    An interrupted experiment therefore resumes with the missing parts, and experiments of one paper share parts.
 
     Attributes:
-        out: the experiment's own folder.
+        out: the folder of this experiment.
         scale: smoke, small or full.
-        seed: of every random draw.
-        data_root: where data sets are looked for.
-        workers: processes; None is one a core.
-        progress: called with the share that is done and what is being done.
-        parts: where the results of finished parts are kept; None is a folder of the experiment's own.
+        seed: the seed of every random draw.
+        data_root: the folder that holds the data sets.
+        workers: number of processes; None starts one per core.
+        progress: called with the finished share of the work and a description of the current step.
+        parts: the folder that keeps the results of finished parts; None keeps them below ``out``.
     """
 
     out: Path
@@ -50,19 +50,19 @@ class Lab:
     parts: Path | None = None
 
     def pick(self, smoke: V, small: V, full: V) -> V:
-        """The value for this scale."""
+        """Return the value that belongs to this scale."""
         return {"smoke": smoke, "small": small, "full": full}[self.scale]
 
     def telling(self, doing: str, number: int = 0, parts: int = 1) -> Callable[[float], None]:
-        """Where the progress of one of several equal parts goes."""
+        """Return a function that reports the progress of part ``number`` out of ``parts`` equal parts."""
         return lambda share: self.progress((number + share) / parts, doing)
 
     def once(self, part: object, work: Callable[[], V]) -> V:
-        """What ``work`` gives, or gave before for the same part.
+        """Return the kept result of a part, or call ``work`` and keep what it returns.
 
         Args:
-            part: what it is, and all that it depends on beside the lab; its `repr` tells a paper's parts apart.
-            work: gives what JSON holds: numbers, texts, lists, and dicts with texts as keys.
+            part: the part's name and everything that it depends on besides the lab; its `repr` identifies it.
+            work: computes the result, which JSON must be able to hold: numbers, texts, lists, dicts with text keys.
         """
         path = self._part(part).with_suffix(".json")
         try:
@@ -74,11 +74,11 @@ class Lab:
         return result
 
     def tensors_once(self, part: object, work: Callable[[], Tensors]) -> Tensors:
-        """As `once`, for tensors by name."""
+        """Do the same as `once` for a mapping of tensors by name."""
         return load_tensors(self.tensors_file(part, work))
 
     def tensors_file(self, part: object, work: Callable[[], Tensors]) -> Path:
-        """As `tensors_once`, the file itself."""
+        """Do the same as `tensors_once`, but return the path of the file."""
         path = self._part(part).with_suffix(".safetensors")
         try:
             load_tensors(path)
@@ -88,23 +88,23 @@ class Lab:
 
     @property
     def kept(self) -> Path:
-        """The folder of finished parts."""
+        """The folder that keeps the results of finished parts."""
         return self.parts or self.out / "parts"
 
     def _part(self, part: object) -> Path:
-        """The file of a part, without its ending; other versions, scales, seeds and data have other files."""
+        """Return a part's path without suffix; it depends on the version, scale, seed and data root as well."""
         facts = repr((version("gradveil"), self.scale, self.seed, str(self.data_root), part))
         return self.kept / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of an experiment.
+    """The result of an experiment.
 
     Attributes:
-        rows: one a line of the table; keys that start with ``paper`` are the paper's own figures.
-        notes: what to know before comparing: what was smaller or other than in the paper.
-        figures: pictures by name.
+        rows: one per line of the table; keys that start with ``paper`` hold the paper's own figures.
+        notes: facts to know before comparing, such as what is smaller than in the paper or differs from it.
+        figures: plots by name.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -117,8 +117,8 @@ class Experiment:
     """One table or figure of a paper.
 
     Attributes:
-        title: what it shows.
-        run: works it out.
+        title: what the table or figure shows.
+        run: computes the result.
     """
 
     title: str
@@ -127,7 +127,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper and its experiments by the name that users type, ``1`` for Table 1 or ``fig3``."""
+    """A paper and its experiments by the name that users type, such as ``1`` for Table 1 or ``fig3``."""
 
     name: str
     reference: str
@@ -135,9 +135,9 @@ class Paper:
 
 
 def run_experiment(paper: Paper, name: str, lab: Lab) -> dict[str, Any]:
-    """Run one experiment in its folder, unless the same one was finished there; returns its document.
+    """Run one experiment in its folder, unless the folder holds its result already, and return its document.
 
-    The folder gets results.md, results.json and the pictures; results.json is written last.
+    The folder receives results.md, results.json and the figures; results.json is written last.
     """
     settings = {"paper": paper.name, "table": name, "scale": lab.scale, "seed": lab.seed}
     finished = _finished(lab.out, settings)
@@ -161,7 +161,7 @@ def run_experiment(paper: Paper, name: str, lab: Lab) -> dict[str, Any]:
 
 
 def to_markdown(document: Mapping[str, Any]) -> str:
-    """The table with its notes, for docs and papers."""
+    """Format a document as a Markdown table with its notes."""
     title = f"## {document['paper']}, {document['table']}: {document['title']}"
     head = f"{title}\n\nScale {document['scale']}, seed {document['seed']}.\n"
     columns = list(dict.fromkeys(key for row in document["rows"] for key in row))
@@ -172,7 +172,7 @@ def to_markdown(document: Mapping[str, Any]) -> str:
 
 
 def picture_lines(lines: Mapping[str, Tensor], most: int = 8) -> Figure:
-    """A line of pictures for each name, (N, C, H, W) in [0, 1], the first of them where there are many; NaN is grey."""
+    """Draw one row of at most ``most`` images for each name, (N, C, H, W) in [0, 1]; NaN pixels are grey."""
     count = min(most, len(next(iter(lines.values()))))
     figure = Figure(figsize=(2.4 + 0.9 * count, 0.95 * len(lines)), layout="constrained")
     grid = figure.subplots(len(lines), count, squeeze=False)
@@ -186,7 +186,7 @@ def picture_lines(lines: Mapping[str, Tensor], most: int = 8) -> Figure:
 
 
 def rounded(value: float | None, digits: int = 4) -> float | None:
-    """A figure for a row: rounded to so many significant digits, None where there is none."""
+    """Round a number to ``digits`` significant digits; return None if it is None or not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
@@ -195,7 +195,7 @@ def _cell(value: object) -> str:
 
 
 def _finished(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The document of a finished run of the same experiment; an error where the folder holds another."""
+    """Return the document of a finished run, or None; raise RunFolderError if it is of another experiment."""
     path = out / "results.json"
     if not path.exists():
         return None
@@ -210,6 +210,6 @@ def _finished(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     ]
     if changed:
         raise RunFolderError(
-            f"{out} must be new or hold the same experiment, got {'; '.join(changed)}. Choose another --out."
+            f"{out} must be new or hold the same experiment, but {'; '.join(changed)}. Choose another --out."
         )
     return document

@@ -1,4 +1,4 @@
-"""Model Entanglement's trainings: what the defence costs in accuracy and time, beside others."""
+"""Trainings under Model Entanglement: its cost in accuracy and time, compared with other defences."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -6,16 +6,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from gradveil.config import TrainSettings
-from gradveil.data import Dataset, Split, load_dataset
+from gradveil.data import Dataset, load_dataset
 from gradveil.engines.simulation import Simulation
 from gradveil.reproduce.base import Lab, Result, rounded
-from gradveil.reproduce.trainings import trained
+from gradveil.reproduce.timing import overhead, seconds_in_turns
+from gradveil.reproduce.trainings import thinned, trained
 
 DIRICHLET, EXTREME = "dirichlet:alpha=0.5", "label-parts"
 DEFENCES = {
@@ -24,18 +24,21 @@ DEFENCES = {
     "POGZ-FL": "pogz:alpha=1.0",
     "CA-FL": "ca-fl:epsilon=5,ratio=0.1",
 }
-"""The paper's names, and our defences with the settings of its Section 5.2.2."""
+"""Our defences, by the paper's names, with the settings of its Section 5.2.2."""
 STAND_INS = (
-    "The papers of POGZ-FL and CA-FL were not at hand: `pogz` and `ca-fl` are readings of how this paper describes "
-    "them; what it leaves open (clipping, the strength of POGZ-FL's noise) is ours."
+    "The papers on POGZ-FL and CA-FL were not available: `pogz` and `ca-fl` follow this paper's description of them. "
+    "Where it leaves a choice open (clipping, the strength of POGZ-FL's noise), the choice is ours."
 )
 
 
-# --- How everyone trains ----------------------------------------------------------------------------------------------
+# --- The training that all experiments share --------------------------------------------------------------------------
 
 
 def training(lab: Lab, task: str, defence: str = "none", partition: str = DIRICHLET, rounds: int = 0) -> TrainSettings:
-    """Section 5.1's training on ``mnist`` or ``cifar10``, by default for as many rounds. Client 0 is the guard."""
+    """Return the settings of Section 5.1 for ``mnist`` or ``cifar10``; client 0 is the guard.
+
+    ``rounds`` replaces the number of rounds that belongs to the scale, unless it is 0.
+    """
     mnist = task == "mnist"
     return TrainSettings(
         dataset=lab.pick("mnist-5k", "mnist-5k", "mnist") if mnist else "cifar10", model="lenet5", defence=defence,
@@ -46,33 +49,27 @@ def training(lab: Lab, task: str, defence: str = "none", partition: str = DIRICH
 
 
 def images(lab: Lab, task: str) -> Dataset:
-    """The images of a task; not all of them where the scale is not the paper's."""
+    """Load the images of a task; the scales smoke and small use only some of them."""
     data = load_dataset(training(lab, task).dataset, lab.data_root)
     most = lab.pick((1000, 500), (4000, 2000), None)
-    return data if most is None else replace(data, train=_some(data.train, most[0]), test=_some(data.test, most[1]))
-
-
-def _some(split: Split, most: int) -> Split:
-    """At most so many images, evenly out of all, for a set may be sorted by class."""
-    places = np.linspace(0, len(split) - 1, min(most, len(split))).astype(int)
-    return Split(split.images[places], split.labels[places])
+    return data if most is None else replace(data, train=thinned(data.train, most[0]), test=thinned(data.test, most[1]))
 
 
 def training_note(lab: Lab, task: str, data: Dataset, rounds: int = 0) -> str:
-    """What is trained, and what the paper does."""
+    """Describe the training, and how the paper's differs."""
     ours, paper = training(lab, task, rounds=rounds), training(replace(lab, scale="full"), task)
-    words = [f"{s.rounds} rounds, local epochs {s.epochs}, batch {s.batch_size}, rate {s.lr:g}" for s in (ours, paper)]
+    words = [f"{s.rounds} rounds, {s.epochs} local epochs, batch {s.batch_size}, lr {s.lr:g}" for s in (ours, paper)]
     same = " as in the paper" if words[0] == words[1] else f" (the paper: {words[1]})"
     copy = f" This copy has {data.note}." if data.note else ""
     return (
         f"{ours.dataset} ({len(data.train):,} training images): lenet5 with ReLUs, 10 clients, SGD without momentum, "
-        f"{words[0]}{same}; client 0 is the guard and trains as any other where there is none.{copy}"
+        f"{words[0]}{same}; client 0 is the guard, or an ordinary client if the defence has no guard.{copy}"
     )
 
 
 PARTITION_NOTE = (
-    "The paper's parts are disjoint and of different label distributions; how they are drawn is not said. "
-    f"`{DIRICHLET}` is the main reading"
+    "The paper's clients have disjoint data with different label distributions; it does not say how they are drawn. "
+    f"`{DIRICHLET}` is our main reading"
 )
 
 
@@ -81,8 +78,8 @@ class Curve:
     """Test accuracy after each round.
 
     Attributes:
-        accuracies: one a round.
-        why: why the training ended before its last round, or "".
+        accuracies: one per round.
+        why: the reason why the training ended before its last round, or "".
     """
 
     accuracies: tuple[float, ...]
@@ -90,24 +87,24 @@ class Curve:
 
     @property
     def last(self) -> float | None:
-        """After the last round; None where the training did not get there."""
+        """The accuracy after the last round, or None if the training ended before it."""
         return None if self.why or not self.accuracies else self.accuracies[-1]
 
     @property
     def swing(self) -> float | None:
-        """The largest difference within the last fifth of the rounds, but at least within two."""
+        """The largest difference between accuracies in the last fifth of the rounds, but at least the last two."""
         some = self.accuracies[-max(2, len(self.accuracies) // 5) :]
         return max(some) - min(some) if self.last is not None else None
 
 
 def train_curve(settings: TrainSettings, data: Dataset, lab: Lab, progress: Callable[[float], None]) -> Curve:
-    """Train, and keep the accuracy of each round; a training that diverges ends there."""
+    """Train, and return the accuracy after each round; a training that diverges stops at that round."""
     found = trained(lab, settings, progress, dataset=data)
     return Curve(tuple(float(row["accuracy"]) for row in found.rows), found.why)
 
 
 def _points(ours: float | None, other: float | None) -> float | None:
-    """What was lost, in points of accuracy."""
+    """Return the accuracy lost against ``other``, in percentage points, or None if one is unknown."""
     return None if ours is None or other is None else round(100 * (other - ours), 2)
 
 
@@ -123,7 +120,7 @@ def _draw(axes: Axes, curves: Mapping[str, Curve], title: str) -> None:
 
 
 def _panels(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
-    """One panel of curves a title."""
+    """Draw one panel of curves per title."""
     figure = Figure(figsize=(1 + 3.8 * len(panels), 3.6), layout="constrained")
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, curves) in zip(grid, panels.items(), strict=True):
@@ -139,7 +136,7 @@ BETAS = (0.3, 0.5, 0.7, 0.89)
 
 
 def figure_4(lab: Lab) -> Result:
-    """Test accuracy over the rounds with FedAvg and under the defence at several betas."""
+    """Measure test accuracy over the rounds with FedAvg and under the defence at several betas."""
     tasks = lab.pick(("mnist",), ("mnist", "cifar10"), ("mnist", "cifar10"))
     readings = {DIRICHLET: BETAS} | lab.pick({}, {EXTREME: (0.7,)}, {EXTREME: (0.7,)})
     total = len(tasks) * sum(1 + len(betas) for betas in readings.values())
@@ -166,19 +163,19 @@ def figure_4(lab: Lab) -> Result:
                 )  # fmt: skip
             panels[f"{task}, {partition}"] = curves
     notes += [
-        f"{PARTITION_NOTE}, `{EXTREME}` (one class a client) the extreme one, which the scale smoke leaves out as it "
-        "does CIFAR-10.",
-        "Runs of a panel differ in the defence alone. beta lies in an open range, so the paper's 0.9 is 0.89 here. "
-        "The paper's curves have no table; its claim is for MNIST at beta = 0.7. One seed.",
+        f"{PARTITION_NOTE}, `{EXTREME}` (one class per client) the extreme one. Scale smoke omits the extreme "
+        "partition and CIFAR-10.",
+        "Runs in a panel differ only in the defence. beta must lie below 0.9, so the paper's 0.9 is 0.89 here. "
+        "The paper gives no table for its curves; its claim is about MNIST at beta = 0.7. One seed.",
     ]
     return Result(rows, notes, {"accuracy": _panels(panels)})
 
 
-# --- Figures 5a and 5c: beside the other defences ---------------------------------------------------------------------
+# --- Figures 5a and 5c: comparison with other defences ----------------------------------------------------------------
 
 
 def figure_5a(lab: Lab) -> Result:
-    """Test accuracy over the rounds under four defences."""
+    """Measure test accuracy over the rounds under four defences."""
     data = images(lab, "mnist")
     curves: dict[str, Curve] = {}
     rows: list[dict[str, Any]] = []
@@ -193,8 +190,9 @@ def figure_5a(lab: Lab) -> Result:
         )  # fmt: skip
     notes = [
         training_note(lab, "mnist", data),
-        f"{PARTITION_NOTE}. Runs differ in the defence alone. One seed.",
-        "Swing: the largest difference of accuracies in the last fifth of the rounds. The paper's figure has no table.",
+        f"{PARTITION_NOTE}. Runs differ only in the defence. One seed.",
+        "Swing: the largest difference between accuracies in the last fifth of the rounds. The paper gives no table "
+        "for this figure.",
         STAND_INS,
     ]
     return Result(rows, notes, {"accuracy": _panels({f"{settings.dataset}, {DIRICHLET}": curves})})
@@ -207,11 +205,11 @@ PAPER_5A = {
     "CA-FL": "far slower",
 }
 PAPER_SECONDS = {"FedAvg": 1764, "ME": 1885, "POGZ-FL": 2636, "CA-FL": 5232}
-"""Of 50 rounds, Section 5.4."""
+"""Seconds of 50 rounds, Section 5.4."""
 
 
 def figure_5c(lab: Lab) -> Result:
-    """How long a round takes under each defence, all measured in turns in one process."""
+    """Time a round under each defence; the defences take turns in one process."""
     rounds = lab.pick(3, 12, 50)
     data = images(lab, "mnist")
     seconds = measure_rounds(lab, data, rounds)
@@ -223,46 +221,28 @@ def figure_5c(lab: Lab) -> Result:
     ]  # fmt: skip
     notes = [
         training_note(lab, "mnist", data, rounds),
-        "Each round all four train in turns on one core, and who begins changes, so that other work on the machine "
-        "hits all alike; `times_fedavg` is the median of the rounds' ratios without the first. Only computing is "
-        "counted, nothing is sent over a network; a guard trains alone before the others, which in a real federation "
-        "costs the time of one more client, and here none. "
-        "The defences' work is once a client and round: the less a client trains, the more it weighs.",
+        "In each round all four train in turns on one core, in a changing order, so that other load on the machine "
+        "affects all of them alike; `times_fedavg` is the median ratio over the rounds after the first. Only "
+        "computation is timed; nothing is sent over a network. A guard trains before the other clients, which in a "
+        "real federation costs the time of one more client, but costs none here. "
+        "A defence works once per client and round: the less a client trains, the larger its share of the time.",
         STAND_INS,
     ]
     return Result(rows, notes, {"seconds": _bars(rows)})
 
 
 def measure_rounds(lab: Lab, data: Dataset, rounds: int) -> dict[str, list[float]]:
-    """The seconds of each round under each defence, interleaved."""
-    seconds: dict[str, list[float]] = {name: [] for name in DEFENCES}
+    """Return the seconds of each round under each defence, measured in turns."""
     with ExitStack() as stack:
-        runs = []
+        runs = {}
         for name, defence in DEFENCES.items():
             settings = replace(training(lab, "mnist", defence, rounds=rounds), eval_every=rounds)
-            runs.append((name, stack.enter_context(Simulation(settings, dataset=data, workers=0))))
-        for number in range(1, rounds + 1):
-            first = number % len(runs)
-            for name, simulation in runs[first:] + runs[:first]:
-                row, _ = simulation.step(number)
-                seconds[name].append(float(str(row["seconds"])))
-            lab.progress(number / rounds, f"round {number} of all four")
-    return seconds
-
-
-def overhead(ours: Sequence[float], plain: Sequence[float]) -> float:
-    """The median of the rounds' ratios, without the first, which warms caches.
-
-    Example:
-        >>> overhead([9.0, 2.0, 3.0, 2.2], [1.0, 1.0, 1.0, 2.0])
-        2.0
-    """
-    ratios = [one / other for one, other in zip(ours, plain, strict=True)]
-    return statistics.median(ratios[1:] or ratios)
+            runs[name] = stack.enter_context(Simulation(settings, dataset=data, workers=0))
+        return seconds_in_turns(runs, rounds, lab.telling("rounds under all four defences"))
 
 
 def _bars(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Times of FedAvg's round, ours beside the paper's."""
+    """Draw the time of a round relative to FedAvg, ours beside the paper's."""
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes = figure.subplots()
     for shift, key, label in ((-0.2, "times_fedavg", "measured"), (0.2, "paper_times_fedavg", "paper")):

@@ -1,4 +1,4 @@
-"""FedKL (Ren et al.): what a key-lock costs, what a model is worth without its key, and whom it stops."""
+"""FedKL (Ren et al.): the cost of a key-lock, a model's accuracy without its key, and the attacks that it stops."""
 
 import statistics
 from collections import OrderedDict
@@ -10,38 +10,37 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from gradveil.config import TrainSettings
-from gradveil.data import Dataset, Split, load_dataset
+from gradveil.data import Dataset, load_dataset
 from gradveil.engines.devices import make_network
 from gradveil.engines.simulation import Simulation, chosen_normalisation
 from gradveil.federated.client import Score, score
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
-from gradveil.reproduce.entangle_training import overhead
 from gradveil.reproduce.fedkl_attacks import table_6, table_7
-from gradveil.reproduce.trainings import trained
+from gradveil.reproduce.timing import overhead, seconds_in_turns
+from gradveil.reproduce.trainings import thinned, trained
 from gradveil.storage import PrivateFolder
 from gradveil.types import Tensors
 
 DEFENCE, OWN = "fedkl:lock=common", "fedkl"
-"""The paper's, whose locks begin with values that the server hands out, and ours, whose clients draw them."""
+"""The paper's defence, whose server hands out the initial locks, and ours, whose clients draw their own."""
 CLIENTS = 3
 
 
 class FedklTask(NamedTuple):
-    """What is trained.
+    """One training: a data set, a model and the number of rounds.
 
     Attributes:
-        dataset: a named set.
-        model: a model of the zoo.
-        images: training and test images that are used, None is all.
-        rounds: of one epoch each.
-        paper: the paper's name of it, for its figures.
+        dataset: name of the data set.
+        model: spec of the model.
+        images: number of training and test images to use, or None for all of them.
+        rounds: number of rounds of one epoch each.
+        paper: the paper's name for this training, to look up its figures.
     """
 
     dataset: str
@@ -52,7 +51,7 @@ class FedklTask(NamedTuple):
 
 
 def tasks(lab: Lab) -> list[FedklTask]:
-    """The trainings of a scale; small ones say so in their notes."""
+    """Return the trainings of a scale."""
     full = [
         FedklTask("mnist", "lenet5", None, 200, "LeNet MNIST"),
         FedklTask("cifar10", "resnet20", None, 200, "ResNet-20 C-10"),
@@ -67,7 +66,7 @@ def tasks(lab: Lab) -> list[FedklTask]:
 
 
 def training(task: FedklTask, defence: str, clients: int, seed: int) -> TrainSettings:
-    """The authors' training: Nesterov's momentum, and a rate divided by five at 30, 60 and 80 % of the rounds."""
+    """Return the authors' settings: Nesterov momentum, learning rate divided by 5 at 30, 60 and 80 % of the rounds."""
     steps = tuple(sorted({max(1, round(share * task.rounds)) for share in (0.3, 0.6, 0.8)}))
     return TrainSettings(
         dataset=task.dataset, model=task.model, defence=defence, clients=clients, rounds=task.rounds, batch_size=64,
@@ -76,22 +75,17 @@ def training(task: FedklTask, defence: str, clients: int, seed: int) -> TrainSet
 
 
 def images_of(task: FedklTask, lab: Lab) -> Dataset:
-    """A task's images, evenly out of all where not all are used."""
+    """Load the images of a task, spread evenly over the data set if it uses only some."""
     data = load_dataset(task.dataset, lab.data_root)
     if task.images is None:
         return data
-    return replace(data, train=_some(data.train, task.images[0]), test=_some(data.test, task.images[1]))
-
-
-def _some(split: Split, most: int) -> Split:
-    places = np.linspace(0, len(split) - 1, min(most, len(split))).astype(int)
-    return Split(split.images[places], split.labels[places])
+    return replace(data, train=thinned(data.train, task.images[0]), test=thinned(data.test, task.images[1]))
 
 
 def _note(task: FedklTask, data: Dataset) -> str:
     return (
         f"{task.model} on {task.dataset}: {len(data.train):,} training and {len(data.test):,} test images, "
-        f"{task.rounds} rounds of one epoch (the paper: all images, 200). {data.note}".rstrip()
+        f"{task.rounds} rounds of one epoch (the paper: all images, 200 rounds). {data.note}".rstrip()
     )
 
 
@@ -117,13 +111,13 @@ Curve = list[tuple[float, float]]
 def train_curve(
     task: FedklTask, data: Dataset, defence: str, clients: int, lab: Lab, tell: Callable[[float], None]
 ) -> Curve:
-    """Accuracy and loss after each round; under the defence the mean of the clients' models, each with its own key."""
+    """Return accuracy and loss after each round; under the defence the mean over clients, each with its own key."""
     rows = trained(lab, training(task, defence, clients, lab.seed), tell, dataset=data).rows
     return [(float(row["accuracy"]), float(row["loss"])) for row in rows]
 
 
 def _trained(lab: Lab, modes: Mapping[str, int]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Curve]], list[str]]:
-    """A row for each task, mode and defence, with the curves of each task and mode."""
+    """Train each task in each mode under each defence; return the rows, the curves by task and mode, and the notes."""
     chosen = tasks(lab)
     rows: list[dict[str, Any]] = []
     curves: dict[str, dict[str, Curve]] = {}
@@ -144,21 +138,21 @@ def _trained(lab: Lab, modes: Mapping[str, int]) -> tuple[list[dict[str, Any]], 
                      "paper": PAPER_1.get((task.paper, mode, defence))}
                 )  # fmt: skip
     notes.append(
-        "Accuracy in percent after the last round; `best_round` is the largest of all rounds on the test images, which "
-        f"is what the paper reports. Federated: {CLIENTS} clients with equal parts. One seed. With `lock=common` all "
-        "locks begin with values that the server hands out, as in the paper; without it each client draws its own."
+        "Accuracy in percent after the last round; `best_round` is the best test accuracy of all rounds, which the "
+        f"paper reports. Federated: {CLIENTS} clients with equally many images. One seed. With `lock=common` the "
+        "server hands out the initial values of all locks, as in the paper; otherwise each client draws its own."
     )
     return rows, curves, notes
 
 
 def table_1(lab: Lab) -> Result:
-    """Test accuracy with and without the key-lock, centralised and federated."""
+    """Compare test accuracy with and without the key-lock, centralised and federated."""
     rows, _, notes = _trained(lab, {"centralised": 1, "federated": CLIENTS})
     return Result(rows, notes)
 
 
 def table_2(lab: Lab) -> Result:
-    """Accuracy and loss over the epochs, trained centrally."""
+    """Plot accuracy and loss over the epochs of centralised training."""
     rows, curves, notes = _trained(lab, {"centralised": 1})
     figure = Figure(figsize=(7.5, 3.2 * len(curves)), layout="constrained")
     grid = figure.subplots(len(curves), 2, squeeze=False)
@@ -184,7 +178,7 @@ PAPER_PROPORTION = {"LeNet MNIST": "22.43 %", "ResNet-20 C-10": "10.49 %", "ResN
 
 
 def table_3(lab: Lab) -> Result:
-    """The trained global model with each client's key, with another client's, and with random ones."""
+    """Test the trained global model with each client's key, with another client's key, and with random keys."""
     chosen = tasks(lab)
     rows: list[dict[str, Any]] = []
     notes = []
@@ -196,11 +190,11 @@ def table_3(lab: Lab) -> Result:
             tell = lab.telling(f"{task.paper}, {defence}", 2 * number + more, 2 * len(chosen))
             rows += lab.once(("keys", task, defence), partial(_keys_tried, lab, task, data, defence, tell))
     notes.append(
-        "Accuracy in percent of the global model. `own key, own lock` is the paper's `Client`; `another's key` keeps "
-        "the client's own lock (mean over the other clients); `random key, own lock` likewise; `random` has both at "
-        "random, as in the paper (mean of 5). The gap is to `random`. With `lock=common` the server's first lock is "
-        "the one that all clients began with. lenet5 has 6 channels in its first layer, of 28x28 images; the "
-        "paper's LeNet is another, with a larger share of the lock."
+        "Accuracy of the global model in percent. `client N` uses the client's own key and lock, as the paper's "
+        "`Client`. `another's key` (mean over the other clients) and `random key, own lock` keep the client's lock. "
+        "`random` draws key and lock at random, as in the paper (mean of 5); `gap` is the difference to it. With "
+        "`lock=common` the server's first lock is the one that all clients started from. lenet5 has 6 channels in its "
+        "first layer and takes 28x28 images; the paper uses another LeNet, in which the lock has a larger share."
     )
     return Result(rows, notes)
 
@@ -261,7 +255,7 @@ def _secrets(folder: Path, client: int, rounds: int) -> dict[str, Tensor]:
 
 
 def _random(like: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-    """Keys and locks as a new client would draw them."""
+    """Draw keys and locks as a new client would."""
     found = {}
     for name, tensor in like.items():
         drawn = torch.rand(tensor.shape, generator=rng)
@@ -279,13 +273,13 @@ def _test_batches(simulation: Simulation) -> list[Any]:
 
 
 def times(lab: Lab) -> Result:
-    """How long a round takes, all measured in turns in one process."""
+    """Time a round with and without the key-lock; the contenders take turns in one process."""
     rounds = lab.pick(3, 12, 30)
     rows: list[dict[str, Any]] = []
     notes = []
     for task in tasks(lab):
         data = images_of(task, lab)
-        data = replace(data, train=_some(data.train, lab.pick(300, 1200, 12000)))
+        data = replace(data, train=thinned(data.train, lab.pick(300, 1200, 12000)))
         found = measure_rounds(lab, task._replace(rounds=rounds), data)
         for name, own in found.items():
             rows.append(
@@ -293,39 +287,32 @@ def times(lab: Lab) -> Result:
                  "times_fedavg": rounded(overhead(own, found["FedAvg"])),
                  "times_with_batch_norm": rounded(overhead(own, found.get("FedAvg, BatchNorm", found["FedAvg"])))}
             )  # fmt: skip
-        notes.append(f"{task.model}, {len(data.train):,} images in {CLIENTS} parts, {rounds} rounds.")
+        notes.append(f"{task.model}, {len(data.train):,} images on {CLIENTS} clients, {rounds} rounds.")
     notes.append(
-        "Medians of the rounds' ratios without the first; who begins changes. lenet5 has no normalisation: the lock "
-        "brings BatchNorm with it, and `FedAvg, BatchNorm` has that too, without a lock; `FedKL, no normalisation` is "
-        "the paper's Eq. 30 as it stands. The paper has no figures; its claim is that the cost is minimal."
+        "Median ratios over the rounds after the first; the order of the contenders changes every round. lenet5 has no "
+        "normalisation, and the lock adds BatchNorm: `FedAvg, BatchNorm` has BatchNorm without a lock, and `FedKL, no "
+        "normalisation` is the paper's Eq. 30 as written. The paper gives no figures; it claims a minimal cost."
     )
     return Result(rows, notes)
 
 
 def measure_rounds(lab: Lab, task: FedklTask, data: Dataset) -> dict[str, list[float]]:
-    """The seconds of each round with FedAvg and FedKL.
+    """Return the seconds of each round with FedAvg and FedKL.
 
-    Where the network has no normalisation, also with FedAvg on one that has BatchNorm where FedKL puts it, and with
-    FedKL without any.
+    If the network has no normalisation, two more contenders run: FedAvg with BatchNorm where FedKL would add it, and
+    FedKL without BatchNorm.
     """
     contenders = {"FedAvg": "none", "FedKL": DEFENCE}
     if not _has_norm(training(task, "none", CLIENTS, lab.seed), data):
         contenders |= {"FedAvg, BatchNorm": "none", "FedKL, no normalisation": f"{DEFENCE},norm=none"}
     with ExitStack() as stack:
-        runs = []
+        runs = {}
         for name, defence in contenders.items():
             settings = replace(training(task, defence, CLIENTS, lab.seed), eval_every=task.rounds)
             network = partial(_normed, settings, data) if "BatchNorm" in name else None
             simulation = Simulation(settings, dataset=data, workers=0, network=network)
-            runs.append((name, stack.enter_context(simulation)))
-        seconds: dict[str, list[float]] = {name: [] for name, _ in runs}
-        for number in range(1, task.rounds + 1):
-            first = number % len(runs)
-            for name, simulation in runs[first:] + runs[:first]:
-                row, _ = simulation.step(number)
-                seconds[name].append(float(str(row["seconds"])))
-            lab.progress(number / task.rounds, f"round {number} of all")
-    return seconds
+            runs[name] = stack.enter_context(simulation)
+        return seconds_in_turns(runs, task.rounds, lab.telling(f"{task.paper}, rounds of all contenders"))
 
 
 def _plain(settings: TrainSettings, data: Dataset) -> nn.Module:
@@ -338,7 +325,7 @@ def _has_norm(settings: TrainSettings, data: Dataset) -> bool:
 
 
 def _normed(settings: TrainSettings, data: Dataset) -> nn.Module:
-    """The network with BatchNorm after its first convolution."""
+    """Return the network with BatchNorm after its first convolution."""
     network = _plain(settings, data)
     name, conv = next((name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d))
     parent, _, own = name.rpartition(".")
@@ -355,7 +342,7 @@ PAPER = Paper(
         "2": Experiment("Accuracy and loss over the epochs, centralised", table_2),
         "3": Experiment("Accuracy by key, and the lock's share of the parameters", table_3),
         "6": Experiment("Attacks with and without the key-lock (Tables 4 to 6)", table_6),
-        "7": Experiment("Attacks by what is shared of key and lock", table_7),
+        "7": Experiment("Attacks by what the client shares: key, lock, both or nothing", table_7),
         "time": Experiment("Time of a round with and without the key-lock", times),
     },
 )

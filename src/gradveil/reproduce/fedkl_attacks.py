@@ -1,4 +1,4 @@
-"""Attacks on updates under FedKL: with and without the lock, and by what the client shares of key and lock."""
+"""Attacks on updates under FedKL: with and without the lock, and with a shared key or lock."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,21 +26,21 @@ from gradveil.threat.observe import observe
 from gradveil.types import Batch, Tensors
 
 LOCKED, WIDE = "fedkl:lock=common", "fedkl:init=uniform,lock=common"
-"""The lock's first values are the server's, as in the paper; within 0.5 in the second, as in the authors' attacks."""
+"""The server hands out the initial lock, as in the paper; WIDE draws it within 0.5, as in the authors' attacks."""
 ATTACKS: Mapping[str, str] = {
     "dlg": "dlg:iterations={short}",
     "gs": "gs:iterations={long},restarts={starts},sign=none,schedule=cosine,lr=0.3,tv=1e-6",
     "grnn": "grnn:iterations={long}",
     "ggl": "ggl:iterations={short}",
 }
-"""The attacks of a table by name; {short} is for steps of L-BFGS and rounds of CMA-ES, {long} for others."""
+"""The attacks by name; {short} counts L-BFGS steps or CMA-ES generations, {long} all other steps."""
 PUBLIC = 2000
-"""Test images that an attack with a prior is given, at most."""
+"""At most this many test images serve as public data for attacks with a prior."""
 
 
 @dataclass(frozen=True)
 class Attacked:
-    """What came back of some targets' images: (T, C, H, W) each, with the losses of the attack."""
+    """True and reconstructed images, (T, C, H, W) each, and the number of targets on which the attack converged."""
 
     truth: Tensor
     guess: Tensor
@@ -57,9 +57,9 @@ def attacked(
     targets: int,
     tell: Callable[[float], None],
 ) -> Attacked:
-    """Attack the gradients of single images at the untrained lenet-dlg; the label is known, as in the authors' code.
+    """Attack gradients of single images on an untrained lenet-dlg; the label is known, as in the authors' code.
 
-    An attack that needs public images has test images.
+    Test images serve as public data for attacks that need it.
     """
     rng = stream(lab.seed, "reproduce", "fedkl", "targets")
     chosen = torch.randperm(len(data.train), generator=rng)[:targets].numpy()
@@ -95,7 +95,7 @@ def _public(data: Dataset) -> Batch:
 
 
 def figures_of(found: Attacked, root: Path | None) -> dict[str, float | None]:
-    """Means over the targets: ours, and the paper's under their true names."""
+    """Return means over the targets: our metrics, and the paper's metrics under their true names."""
     whole, _ = score_targets(found.truth[:, None], found.guess[:, None], root)
     rmse = 255 * Rmse()(found.truth, found.guess)
     means: dict[str, float | None] = {name: _mean([row[name] for row in whole]) for name in ("psnr", "ssim", "lpips")}
@@ -113,7 +113,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _raw_lpips(found: Attacked, root: Path | None) -> float | None:
-    """LPIPS of numbers from 0 to 255 where the network expects -1 to 1, as the authors' code has it."""
+    """Return LPIPS of pixels from 0 to 255, as in the authors' code, though the network expects -1 to 1."""
     metric = LpipsAlex() if root is None else LpipsAlex(weights=str(root / "weights" / LpipsAlex.default_file))
     usable = found.guess.flatten(1).isfinite().all(1)
     pair = [(255 * images[usable].double() + 1) / 2 for images in (found.truth, found.guess)]
@@ -125,7 +125,7 @@ def _raw_lpips(found: Attacked, root: Path | None) -> float | None:
 
 
 def _specs(lab: Lab) -> dict[str, str]:
-    """The attacks with this scale's steps."""
+    """Return the attack specs with the number of steps of this scale."""
     sizes = {"short": lab.pick(8, 100, 500), "long": lab.pick(20, 1500, 20_000), "starts": lab.pick(1, 8, 8)}
     return {name: spec.format(**sizes) for name, spec in ATTACKS.items()}
 
@@ -145,7 +145,7 @@ PAPER_6 = {
 
 
 def table_6(lab: Lab) -> Result:
-    """What attacks get without the lock, with it, and with it by an attacker who searches its numbers too."""
+    """Compare attacks without the lock, with it, and with it by an attacker who also searches its scales."""
     cases = {
         "none": ("none", ()),
         "FedKL": (LOCKED, ()),
@@ -177,7 +177,7 @@ def table_6(lab: Lab) -> Result:
     return Result(rows, _notes(targets), pictures)
 
 
-# --- Table 7: what is shared ------------------------------------------------------------------------------------------
+# --- Table 7: what the client shares ----------------------------------------------------------------------------------
 
 SHARED: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "nothing, scales at random": (("defence",), "none", "fails"),
@@ -186,11 +186,11 @@ SHARED: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     "lock's gradient": (("defence", "lock"), "known", "fails"),
     "both": (("defence", "key", "lock"), "known", "recovers best"),
 }
-"""What the attacker is given, the countermove it plays, and what the paper says of it."""
+"""By what the client shares: the attacker's knowledge, its countermove, and the outcome in the paper."""
 
 
 def table_7(lab: Lab) -> Result:
-    """Reconstruction by what the client shares of key and lock."""
+    """Compare reconstructions when the client shares its key, its lock's gradient, both or nothing."""
     targets = lab.pick(2, 4, 32)
     datasets = lab.pick(("mnist-5k",), ("mnist-5k", "cifar10"), ("mnist", "cifar10", "cifar100"))
     specs = [spec for name, spec in _specs(lab).items() if name != "dlg"]
@@ -210,19 +210,19 @@ def table_7(lab: Lab) -> Result:
             pictures[f"shared-{dataset}-{spec.partition(':')[0]}"] = picture_lines(shown)
     notes = [
         *_notes(targets),
-        "In the paper the server hands out the lock's first values (`lock=common`), so the key alone "
-        "gives scales and shifts in round 1. The paper says that the lock's gradient does not give the key (its "
-        "Section 4.4); it does, by one division.",
+        "In the paper the server hands out the initial lock (`lock=common`), so the key alone reveals scales and "
+        "shifts in round 1. The paper says that the lock's gradient does not reveal the key (Section 4.4); it does, by "
+        "one division.",
     ]
     return Result(rows, notes, pictures)
 
 
 def _notes(targets: int) -> list[str]:
     return [
-        f"lenet-dlg, untrained, all weights uniform within 0.5, {targets} images, one an update, labels known; defence "
-        f"`{LOCKED}`. The paper resizes to 32x32 and shows single images. BatchNorm takes its running statistics.",
-        "`rmse_255` is what the paper calls MSE, `psnr_from_rmse` what it calls PSNR (10 log10(255^2 / RMSE)), "
-        "`lpips_on_0_255` what it calls LPIPS (AlexNet); psnr, ssim and lpips are the proper ones.",
-        "Attacks: the paper's DLG, GRNN and GGL, and GS beside. GGL searches principal components of test images "
-        "with CMA-ES, where the paper has a trained GAN.",
+        f"lenet-dlg, untrained, all weights uniform within 0.5, {targets} images, one per update, labels known; "
+        f"defence `{LOCKED}`. The paper resizes to 32x32 and shows single images. BatchNorm uses running statistics.",
+        "The paper calls `rmse_255` MSE, `psnr_from_rmse` PSNR (10 log10(255^2 / RMSE)), and `lpips_on_0_255` LPIPS "
+        "(AlexNet); `psnr`, `ssim` and `lpips` are the standard metrics.",
+        "Attacks: DLG, GRNN and GGL as in the paper, and GS in addition. GGL uses CMA-ES to search the principal "
+        "components of test images; the paper uses a trained GAN.",
     ]

@@ -1,4 +1,4 @@
-"""Soteria (Sun et al. 2021): representation leakage, the trade-off of defences, and convergence."""
+"""Soteria (Sun et al. 2021): leaked representations, privacy against accuracy, and convergence."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ GS_SHORT = "gs:iterations=120,sign=none,schedule=constant"
 GS_LONG = "gs:iterations={},sign=none,schedule=cosine,lr=0.3,tv=1e-6"
 
 
-# --- Table 1: representations out of updates --------------------------------------------------------------------------
+# --- Table 1: representations inferred from updates -------------------------------------------------------------------
 
 TABLE_1 = {
     "E=1, B=32": (1, 32, "by-class:classes=2,per_class=20", "0.98 / 0.99 / 0.99"),
@@ -33,7 +33,7 @@ TABLE_1 = {
 
 
 def table_1(lab: Lab) -> Result:
-    """Correlation of inferred and true class-wise representations at the three fully connected layers."""
+    """Correlate inferred with true class-wise representations at the three fully connected layers."""
     rounds = lab.pick(2, 20, 200)
     data = load_dataset("cifar10", lab.data_root)
     rows = []
@@ -58,10 +58,12 @@ def table_1(lab: Lab) -> Result:
             {"training": title, "paper_fc1_fc2_fc3": paper} | lab.once(("representations", settings), correlations)
         )
     notes = [
-        f"CIFAR-10, 100 devices, 10 a round, SGD 0.01, the first {rounds} rounds (the paper: 200). Its network is in "
-        "an appendix that the published version lacks; lenet5 has as many fully connected layers.",
-        "A class's rows are found in two ways: `elements` as we read the paper, `errors` (ours) through known weights. "
-        "As far as the correlation with another class of the device is as high, it speaks of what all images share.",
+        f"CIFAR-10, 100 clients, 10 per round, SGD with learning rate 0.01, the first {rounds} rounds (paper: 200). "
+        "The paper describes its network in an appendix that the published version lacks; lenet5 has the same number "
+        "of fully connected layers.",
+        "The rows of a class are found in two ways: `elements` follows our reading of the paper, `errors` (ours) uses "
+        "the known weights. If the correlation with another class of the same client is equally high, it reflects what "
+        "all images share.",
     ]
     return Result(rows, notes)
 
@@ -72,7 +74,7 @@ PARTS = {"all": "WG (whole gradient)", "convolutions": "CLG (convolutions)", "li
 
 
 def figure_3(lab: Lab) -> Result:
-    """DLG from the whole gradient, the convolutions, the fully connected layer; and from its representation alone."""
+    """Run DLG on the whole gradient, the convolutions, the linear layer, and on the representation alone."""
     iterations = lab.pick(10, 100, 300)
     attacks = {f"dlg:iterations={iterations},parts={part}": title for part, title in PARTS.items()}
     attacks[f"representations:iterations={lab.pick(20, 1000, 3000)}"] = "Rep (inferred, then inverted)"
@@ -84,18 +86,19 @@ def figure_3(lab: Lab) -> Result:
         for line in lines
     ]  # fmt: skip
     notes = [
-        f"lenet-dlg, uniform initialisation, CIFAR-10, one image a target, {iterations} L-BFGS steps, label searched.",
-        "The paper's Rep is DLG on representations inferred from an update, without further detail.",
-        "Pictures: report.html in the folder audit-cifar10.",
+        f"lenet-dlg, uniform initialisation, CIFAR-10, one image per target, {iterations} L-BFGS steps; DLG also "
+        "searches the label.",
+        "The paper describes Rep as DLG on representations inferred from an update, and gives no further detail.",
+        "Images: report.html in the folder audit-cifar10.",
     ]
     return Result(rows, notes)
 
 
-# --- Figures 5 and 6: the trade-off -----------------------------------------------------------------------------------
+# --- Figures 5 and 6: privacy against accuracy ------------------------------------------------------------------------
 
 
 def figure_5(lab: Lab) -> Result:
-    """MSE of what comes back against accuracy, for four defences over Table 2's ranges."""
+    """Compare the MSE of reconstructions with accuracy, for four defences over the ranges of Table 2."""
     rows: list[dict[str, Any]] = []
     figures = {}
     for dataset in lab.pick(("mnist-5k",), ("mnist-5k", "cifar10"), ("mnist", "cifar10")):
@@ -116,7 +119,7 @@ def figure_5(lab: Lab) -> Result:
 
 
 def figure_6(lab: Lab) -> Result:
-    """Soteria and pruning at the same rates on the same images, as pictures."""
+    """Compare Soteria and pruning at the same rates on the same images."""
     rates = lab.pick((0.5,), (0.1, 0.3, 0.5, 0.6, 0.8), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
     defences = [f"{name}={rate}" for rate in rates for name in ("soteria:prune", "prune:fraction")]
     attack = GS_LONG.format(lab.pick(20, 1500, 4000))
@@ -130,14 +133,14 @@ def figure_6(lab: Lab) -> Result:
     ]  # fmt: skip
     notes = [
         "The paper: not recognisable under Soteria at 50 to 60 %, recognisable under compression at 80 %.",
-        "Pictures: report.html in the folder audit-cifar10.",
+        "Images: report.html in the folder audit-cifar10.",
         *_notes_5(lab),
     ]
     return Result(rows, notes)
 
 
 def _ranges(lab: Lab) -> list[str]:
-    """Table 2's ranges, at a few points each."""
+    """Return defence specs at a few points of each range of Table 2."""
     fractions = lab.pick((0.4,), (0.01, 0.2, 0.4, 0.8), (0.01, 0.1, 0.2, 0.4, 0.6, 0.8))
     scales = lab.pick((1e-2,), (1e-4, 1e-3, 1e-2, 1e-1), (1e-4, 1e-3, 1e-2, 3e-2, 1e-1))
     return [
@@ -158,7 +161,7 @@ def _audited(
     targets: int,
     adaptive: bool,
 ) -> list[dict[str, Any]]:
-    """The summary of an audit without training, which can be resumed."""
+    """Run or resume an audit without training, and return its summary."""
     settings = make_audit_settings(
         {
             "dataset": dataset,
@@ -182,14 +185,17 @@ def _audited(
     )
     if result.failed:
         reason = next(iter(result.failed.values()))
-        raise TrainingError(f"{len(result.failed)} parts of {result.out} failed, the first: {reason}. Run it again.")
+        raise TrainingError(
+            f"The audit in {result.out} must finish, but {len(result.failed)} of its cells failed, the first with: "
+            f"{reason}. Run the same command again to repeat them."
+        )
     return summarise(result.rows)
 
 
 def _accuracies(lab: Lab, dataset: str, defences: Iterable[str]) -> dict[str, float | None]:
-    """Test accuracy after FedAvg under each defence: 100 devices of 2 classes, 10 a round, as in section 6.1.
+    """Return the test accuracy after FedAvg under each defence: 100 clients of 2 classes, 10 per round (Section 6.1).
 
-    None at the scale small on CIFAR-10, where fewer rounds than the paper's 1,000 teach nothing.
+    It is None on CIFAR-10 at scale small: with far fewer rounds than the paper's 1,000 the network learns nothing.
     """
     rounds = lab.pick(1, *((200, 200) if dataset.startswith("mnist") else (0, 1000)))
     if not rounds:
@@ -208,23 +214,23 @@ def _accuracies(lab: Lab, dataset: str, defences: Iterable[str]) -> dict[str, fl
 
 
 PROBES = 32
-"""Random probes of Soteria's ranking in training, where the scale is not the paper's."""
+"""Random probes that Soteria ranks features by in training, at every scale but full."""
 
 
 def _notes_5(lab: Lab) -> list[str]:
-    rounds = lab.pick("1 round", "200 rounds on MNIST and none on CIFAR-10", "the paper's rounds")
+    rounds = lab.pick("1 round", "200 rounds on MNIST and none on CIFAR-10", "as many rounds as the paper")
     return [
-        "Attacked: lenet-dlg, uniform initialisation, one image a target. Trained: lenet5 (ReLU), FedAvg, "
-        f"momentum 0.9, 100 devices of 2 classes with {lab.pick(5, 20, 100)} images each, 10 a round, {rounds} "
-        "(the paper: 100 images a class, 200 rounds on MNIST, 1,000 on CIFAR-10)."
+        "Attacked: lenet-dlg, uniform initialisation, one image per target. Trained: lenet5 (ReLU), FedAvg, "
+        f"momentum 0.9, 100 clients of 2 classes with {lab.pick(5, 20, 100)} images each, 10 per round, {rounds} "
+        "(the paper: 100 images per class, 200 rounds on MNIST, 1,000 on CIFAR-10)."
         + (f" Soteria ranks by {PROBES} probes in training, and exactly under attack." if lab.scale != "full" else ""),
-        "The paper's Figure 5 has no table; its claims: no loss of accuracy up to an MSE of 0.8, up to 160 times the "
-        "baselines' MSE at the same accuracy. Its MSE is in normalised units, ours on [0, 1].",
+        "The paper's Figure 5 has no table. It claims no loss of accuracy up to an MSE of 0.8, and up to 160 times the "
+        "MSE of the baselines at the same accuracy. Its MSE is in normalised units, ours on images in [0, 1].",
     ]
 
 
 def _tradeoff(rows: Sequence[dict[str, Any]], title: str) -> Figure:
-    """MSE to the right (the attacker's), accuracy upwards; one panel an attack, filled where it knows the defence."""
+    """Plot accuracy over the attacker's MSE, one panel per attack; filled markers are adaptive attackers."""
     attacks = list(dict.fromkeys(row["attack"] for row in rows))
     figure = Figure(figsize=(4 * len(attacks), 3.6), layout="constrained")
     panels = figure.subplots(1, len(attacks), squeeze=False)[0]
@@ -246,7 +252,7 @@ def _tradeoff(rows: Sequence[dict[str, Any]], title: str) -> Figure:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("test accuracy (%)")
     panels[-1].legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{title}: hollow plain, filled knowing the defence")
+    figure.suptitle(f"{title}: hollow = plain attacker, filled = attacker who knows the defence")
     return figure
 
 
@@ -254,11 +260,11 @@ def _tradeoff(rows: Sequence[dict[str, Any]], title: str) -> Figure:
 
 
 PERTURBATION = 50
-"""The paper's epsilon: features that are zeroed."""
+"""The paper's epsilon: the number of features that the defence zeroes."""
 
 
 def figure_7(lab: Lab) -> Result:
-    """The loss of softmax regression under FedAvg with the defence, and Theorem 2's bound."""
+    """Train softmax regression by FedAvg under the defence, and compare its loss with Theorem 2's bound."""
     rounds, mu = lab.pick(3, 100, 200), 1e-4
     rows: list[dict[str, Any]] = []
     figure = Figure(figsize=(6, 3.8), layout="constrained")
@@ -281,10 +287,10 @@ def figure_7(lab: Lab) -> Result:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=7)
     notes = [
-        f"Softmax regression with an L2 penalty of {mu:g} / 2 on MNIST, 100 devices of 2 digits, batch 32, "
-        f"{rounds} rounds, epsilon = {PERTURBATION} entries of each input, the rate of Theorem 2.",
-        "The paper's Figure 7 has no table; its claim: the loss converges. The bound is Theorem 2's with measured "
-        "constants: G and sigma are the largest found at the first and the best weights.",
+        f"Softmax regression with an L2 penalty of {mu:g} / 2 on MNIST, 100 clients of 2 digits, batch 32, "
+        f"{rounds} rounds, epsilon = {PERTURBATION} entries of each input, the learning rate of Theorem 2.",
+        "The paper's Figure 7 has no table; it claims that the loss converges. The bound is that of Theorem 2 with "
+        "measured constants: G and sigma are the largest values found at the initial and at the optimal weights.",
     ]
     return Result(rows, notes, {"convergence": figure})
 
@@ -310,10 +316,10 @@ PAPER = Paper(
     "Sun et al. 2021, Soteria: Provable Defense against Privacy Leakage in Federated Learning from Representation "
     "Perspective, CVPR",
     {
-        "1": Experiment("Correlation of inferred with true representations", table_1),
+        "1": Experiment("Correlation between inferred and true representations", table_1),
         "fig3": Experiment("DLG from parts of the gradient", figure_3),
         "fig5": Experiment("MSE against accuracy", figure_5),
-        "fig6": Experiment("Soteria and pruning at the same rate", figure_6),
+        "fig6": Experiment("Soteria and pruning at the same rates", figure_6),
         "fig7": Experiment("Convergence of softmax regression", figure_7),
     },
 )

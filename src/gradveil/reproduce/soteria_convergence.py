@@ -1,4 +1,4 @@
-"""Theorem 2 of Soteria: how fast FedAvg converges under the defence; the bound with measured constants."""
+"""Theorem 2 of Soteria: a bound on how fast FedAvg converges under the defence, with measured constants."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ class Constants:
     Attributes:
         mu: strong convexity: the penalty's weight.
         smoothness: L: at most :math:`\mu + \frac 12 \max_k \lambda_{max}(\frac 1{n_k} X_k^T X_k)`.
-        sigma: :math:`\sum_k p_k^2 \sigma_k^2`, with the variances of batch gradients where they were measured.
-        gradient: G^2, the largest squared norm of a batch gradient where it was measured.
+        sigma: :math:`\sum_k p_k^2 \sigma_k^2`, with the largest measured variances of batch gradients.
+        gradient: G^2, the largest measured squared norm of a batch gradient.
         output: the bound on the gradient at the layer's output: softmax minus a one-hot vector is at most sqrt(2) long.
         heterogeneity: :math:`\Gamma = F^* - \sum_k p_k F_k^*`.
         distance: :math:`\|W_0 - W^*\|^2`.
@@ -42,17 +42,17 @@ class Constants:
 
 
 def bound(constants: Constants, *, steps: int, local_steps: int, sampled: int, perturbation: float) -> float:
-    r"""Theorem 2's bound on :math:`E[F(W_T)] - F^*` after T = ``steps`` local steps in all, I of them a round.
+    r"""Return Theorem 2's bound on :math:`E[F(W_T)] - F^*` after T = ``steps`` local steps in total, I per round.
 
     .. math:: \frac{2\kappa}{\gamma + T} \Big( \frac{Q + C}{\mu} + \frac{\mu\gamma}{2} \|W_0 - W^*\|^2 \Big)
 
-    It holds for the rate :math:`\eta_t = 2 / (\mu (\gamma + t))`, see `rate`.
+    It holds for the learning rate :math:`\eta_t = 2 / (\mu (\gamma + t))`, see `rate`.
 
     Args:
-        constants: as measured.
-        steps: T.
-        local_steps: I.
-        sampled: K.
+        constants: the measured constants.
+        steps: T, all local steps.
+        local_steps: I, local steps per round.
+        sampled: K, clients per round.
         perturbation: the defence's epsilon.
     """
     c, extra = constants, constants.output * perturbation
@@ -65,7 +65,7 @@ def bound(constants: Constants, *, steps: int, local_steps: int, sampled: int, p
 
 
 def rate(constants: Constants, step: int, local_steps: int) -> float:
-    """The theorem's learning rate at a step, from 0."""
+    """Return the theorem's learning rate at a step, counted from 0."""
     return 2 / (constants.mu * (max(8 * constants.smoothness / constants.mu, local_steps) + step))
 
 
@@ -97,7 +97,7 @@ def measure(clients: Sequence[Batch], num_classes: int, mu: float, batch_size: i
 
 
 class Convergence(NamedTuple):
-    """The training loss F after each round, its minimum, and Theorem 2's bound on the last one's distance from it."""
+    """The training loss F after each round, its minimum, and Theorem 2's bound on the final gap to that minimum."""
 
     losses: list[float]
     optimum: float
@@ -105,10 +105,10 @@ class Convergence(NamedTuple):
 
 
 def converge(simulation: Simulation, perturbation: float) -> Convergence:
-    """Train softmax regression at the theorem's rate, which falls from round to round.
+    """Train softmax regression at the theorem's learning rate, which decreases from round to round.
 
     Args:
-        simulation: of the model ``logistic``, without normalisation; its weight decay is mu.
+        simulation: a simulation of the model ``logistic`` without normalisation, whose weight decay is mu.
         perturbation: the defence's epsilon.
     """
     settings = simulation.settings
@@ -131,13 +131,13 @@ def converge(simulation: Simulation, perturbation: float) -> Convergence:
 
 
 def _matrix(model: Mapping[str, Tensor]) -> Tensor:
-    """The weights of softmax regression (classes, pixels + 1), bias last."""
+    """Return the weights of softmax regression (classes, pixels + 1), bias last."""
     weight, bias = (next(t for t in model.values() if t.dim() == dim) for dim in (2, 1))
     return torch.cat([weight, bias[:, None]], 1)
 
 
 def penalised_loss(at: Tensor, images: Tensor, labels: Tensor, mu: float) -> float:
-    """F at weights (classes, pixels + 1), bias last."""
+    """Return F at weights of shape (classes, pixels + 1), bias last."""
     return float(_loss(at.double(), _with_one(images), labels, mu))
 
 
@@ -151,7 +151,7 @@ def _loss(at: Tensor, x: Tensor, y: Tensor, mu: float) -> Tensor:
 
 
 def _minimise(x: Tensor, y: Tensor, num_classes: int, mu: float) -> tuple[Tensor, float]:
-    """The minimum of F by L-BFGS with a line search, in float64."""
+    """Minimise F by L-BFGS with a line search in float64; return the weights and the minimum."""
     at = torch.zeros(num_classes, x.shape[1], dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.LBFGS([at], max_iter=300, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
 
@@ -166,7 +166,7 @@ def _minimise(x: Tensor, y: Tensor, num_classes: int, mu: float) -> tuple[Tensor
 
 
 def _batch_gradients(x: Tensor, y: Tensor, at: Tensor, mu: float, batch_size: int) -> Tensor:
-    """(batches, classes, pixels + 1): the gradient of each batch, in the order of the images."""
+    """Return the gradient of each batch, (batches, classes, pixels + 1), in the order of the images."""
     found = []
     for some in torch.split(torch.arange(len(x)), batch_size):
         apart = (x[some] @ at.T).softmax(1) - F.one_hot(y[some], at.shape[0])

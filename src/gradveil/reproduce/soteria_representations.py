@@ -1,4 +1,4 @@
-"""Do updates carry class-wise representations? What Table 1 of Soteria measures."""
+"""Table 1 of Soteria: do updates reveal class-wise representations?"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,12 +23,12 @@ from gradveil.types import Batch
 
 @dataclass
 class Figures:
-    """What one row of the table is the mean of.
+    """The measurements that one row of the table averages.
 
     Attributes:
-        own: correlations by layer with the class asked for, by the way rows are found.
-        other: those with another class of the device.
-        exact: whether all classes of a device and no others were found.
+        own: correlations per layer with the same class's true representation, by the method that finds rows.
+        other: correlations per layer with the true representation of another class of the client.
+        exact: whether exactly the classes of a client were found, per update.
     """
 
     own: dict[str, list[Tensor]] = field(default_factory=lambda: {rows: [] for rows in ROWS})
@@ -36,15 +36,15 @@ class Figures:
     exact: list[bool] = field(default_factory=list)
 
     def mean(self, which: dict[str, list[Tensor]], rows: str) -> str:
-        """Means of each layer; a representation without any spread has no correlation and is left out."""
+        """Format the mean of each layer; constant representations have no correlation and are left out."""
         return " / ".join(f"{value:.2f}" for value in torch.stack(which[rows]).nanmean(0).tolist())
 
 
 def measure_representations(settings: TrainSettings, data: Dataset, progress: Callable[[float], None]) -> Figures:
-    """Play the rounds and compare what is inferred of each device with what was there.
+    """Play the rounds and compare the inferred representations of each client with the true ones.
 
-    The truth is the mean representation of the device's images of a class under the model that the device received, at
-    the input of each Linear layer.
+    The true representation of a class is the mean input of each Linear layer over the client's images of that class,
+    under the model that the client received.
     """
     figures = Figures()
     for seen, private in _observations(settings, data, progress):
@@ -55,7 +55,7 @@ def measure_representations(settings: TrainSettings, data: Dataset, progress: Ca
         truth = _true_representations(seen.network, private, chain, seen.num_classes)
         kinds = held.nonzero().flatten().tolist()
         for rows in ROWS:
-            inferred = class_representations(seen, held[None], rows)  # of each class that is there, as in the paper
+            inferred = class_representations(seen, held[None], rows)  # of the client's classes, as in the paper
             for kind, another in zip(kinds, kinds[1:] + kinds[:1], strict=True):
                 ours = {name: inferred[name][0, kind] for name in chain}
                 figures.own[rows].append(_correlations(ours, {name: truth[name][kind] for name in chain}))
@@ -64,14 +64,14 @@ def measure_representations(settings: TrainSettings, data: Dataset, progress: Ca
 
 
 def _correlations(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
-    """Pearson's, layer by layer, (layers,)."""
+    """Return Pearson's correlation for each layer, (layers,)."""
     return torch.stack([torch.corrcoef(torch.stack([ours[name], theirs[name]]))[0, 1] for name in ours])
 
 
 def _observations(
     settings: TrainSettings, data: Dataset, progress: Callable[[float], None]
 ) -> Iterator[tuple[Observation, Batch]]:
-    """What the server sees of each device in each round, and what the device holds."""
+    """Yield what the server sees of each client in each round, with the client's private data."""
     with Simulation(settings, dataset=data, workers=0) as simulation:
         for number in range(1, settings.rounds + 1):
             _, played = simulation.step(number)
@@ -84,7 +84,7 @@ def _observations(
 
 
 def _true_representations(network: nn.Module, private: Batch, chain: list[str], num_classes: int) -> dict[str, Tensor]:
-    """Mean input (classes, features) of each layer by class, of private images; NaN for a class without any."""
+    """Return the mean input of each layer by class, (classes, features); NaN for a class without images."""
     with torch.no_grad(), inputs_of(network, chain) as reached:
         network(private.images)
     return {
