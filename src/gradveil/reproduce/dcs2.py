@@ -1,4 +1,4 @@
-"""DCS2 (Wu et al. 2024): its protection and its price beside noise, pruning and Soteria, on four data sets."""
+"""DCS2 (Wu et al. 2024): privacy and accuracy compared with noise, pruning and Soteria, on four data sets."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -34,33 +34,33 @@ from gradveil.reproduce.dcs2_training import (
 from gradveil.types import Tensors
 
 GS = "gs:sign=none,boxed=false,iterations={}"
-"""As in the authors' code: no signed steps, no box, TV 1e-4, labels known, and no word of the defence."""
+"""As in the authors' code: unsigned steps, no box, TV 1e-4, known labels, and no knowledge of the defence."""
 GGL = "ggl:optimiser=adam,iterations={}"
-"""With Adam as in the authors' code; its prior are the principal components of public images, not a trained GAN."""
+"""Adam as in the authors' code; the prior is the principal components of public images, not a trained GAN."""
 IMPRINT = "imprint:bins=10,query=dct,mode=0,distribution=laplace"
-"""Likewise."""
+"""As in the authors' code."""
 PLAIN, KNOWS, JOINT = "plain", "knows it", "searches both"
-"""The paper's attacker; one with the first of the defence's countermoves; one who searches concealed samples too."""
+"""The paper's attacker; one who plays the first countermove; one who also searches the concealed samples."""
 Played = tuple[str, str]
-"""A defence, by the paper's name, and an attacker."""
+"""The paper's name of a defence, and an attacker."""
 Row = dict[str, Any]
 Told = Mapping[str, Mapping[str, float]]
-"""The paper's figures by the name of a defence, accuracies in percent as it prints them."""
+"""The paper's figures by name of the defence; accuracies are in percent, as printed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One half of a table: a task, who is attacked how, and what the paper says.
+    """One half of a table: a task, its defences, the attack on them, and the paper's figures.
 
     Attributes:
-        task: a name of `TASKS`.
-        defences: by the paper's names.
+        task: a name in `TASKS`.
+        defences: specs by the paper's names.
         told: the paper's figures.
-        attack: ``{}`` stands for the iterations.
-        adaptive: whether attackers who know the defence come too.
+        attack: spec of the attack; ``{}`` stands for the number of iterations.
+        adaptive: whether attackers who know the defence are included.
         trains: whether accuracy is measured.
-        everyone: whether it is measured again with all clients defending.
-        by_class: whether clients have two classes each.
+        everyone: whether accuracy is also measured with all clients defending.
+        by_class: whether each client has two classes only.
     """
 
     task: str
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def attackers(self) -> list[Played]:
-        """Each defence with the paper's attacker, and with those who know it where there is something to know."""
+        """Each defence with the paper's attacker, and with adaptive attackers if it has countermoves."""
         knowing = self.adaptive and isinstance(build_attack(self.attack.format(1)), Matching)
         return [
             (name, attacker)
@@ -89,11 +89,11 @@ def _knowing(defence: Defence) -> tuple[str, ...]:
     return (KNOWS,) if defence.overrides("adaptive") else ()
 
 
-# --- A plan at work ---------------------------------------------------------------------------------------------------
+# --- Running a plan ---------------------------------------------------------------------------------------------------
 
 
 def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None = None) -> Result:
-    """The rows of all plans, one a defence and attacker, with pictures of what came back."""
+    """Run all plans; return one row per defence and attacker, with pictures of the reconstructions."""
     total, done = sum(len(plan.attackers) + len(_trainings(lab, plan)) for plan in plans), itertools.count()
 
     def telling(doing: str) -> AbstractContextManager[None]:
@@ -120,7 +120,7 @@ Telling = Callable[[str], AbstractContextManager[None]]
 
 
 def _attacked(lab: Lab, plan: Plan, case: Case, telling: Telling) -> dict[Played, Tensor]:
-    """What comes back from each defence's updates."""
+    """Return the reconstructions by defence and attacker."""
     task, found = TASKS[plan.task], {}
     size = task.sizes[lab.scale]
     for name, attacker in plan.attackers:
@@ -144,14 +144,14 @@ def _guess(case: Case, defence: str, attack: str, *, adaptive: bool, seed: int) 
 
 
 def _trainings(lab: Lab, plan: Plan) -> list[tuple[str, bool]]:
-    """Which defences train, of one client or (True) of all."""
+    """Return the defences to train under, each with whether all clients defend (True) or only one."""
     if not plan.trains or not TASKS[plan.task].sizes[lab.scale].rounds:
         return []
     return [(name, everyone) for name in plan.defences for everyone in (False, True)[: 1 + plan.everyone]]
 
 
 def _price(lab: Lab, plan: Plan, images: Images, telling: Telling) -> dict[tuple[str, bool], Accuracy]:
-    """Accuracies under each defence."""
+    """Return the accuracies under each defence."""
     task, found = TASKS[plan.task], {}
     for name, everyone in _trainings(lab, plan):
         with telling(f"{task.title}, training, {name} at {'all clients' if everyone else 'one client'}"):
@@ -179,37 +179,38 @@ def _row(
 
 
 def _said(lab: Lab, plan: Plan, images: Images) -> str:
-    """What was run of a plan, and what the paper did."""
+    """Describe how a plan was run, and how the paper's experiment differs."""
     task = TASKS[plan.task]
     size, whole = (task.sizes[scale] for scale in (lab.scale, "full"))
     words = [
         f"{task.title} ({images.data.name.rpartition('/')[2]}): `{task.model(lab)}`, untrained, "
         f"attacked by `{plan.attack.format(size.iterations)}` on single images, "
-        f"{size.targets} of client 5's (there are {whole.targets} at full scale); concealing takes {size.steps} steps "
+        f"{size.targets} images of client 5 ({whole.targets} at full scale); concealing takes {size.steps} steps "
         f"(the paper: {whole.steps})"
     ]
     if plan.trains and size.rounds:
         words.append(
             f"trained: 10 clients of {images_each(lab, task, images)} images (the paper: {whole.images}), "
-            f"{'two classes each, ' if plan.by_class else ''}batch 64, SGD {task.lr:g} times 0.99 a round, "
-            "momentum 0.9, "
-            f"{size.rounds} rounds (the authors: {whole.rounds}), concealing in {size.training_steps} steps "
-            f"({whole.training_steps})"
+            f"{'two classes each, ' if plan.by_class else ''}batch 64, SGD with learning rate {task.lr:g} times 0.99 "
+            "per round, momentum 0.9, "
+            f"{size.rounds} rounds (the authors: {whole.rounds}), concealing takes {size.training_steps} steps "
+            f"(the authors: {whole.training_steps})"
         )
     elif plan.trains:
-        words.append("no accuracy at this scale")
+        words.append("accuracy is not measured at this scale")
     return "; ".join(words) + "."
 
 
 def _notes(lab: Lab) -> list[str]:
     return [
-        "`accuracy` and `accuracy_sensitive` (the images of the client that defends): client 5 alone defends, as in "
-        "the authors' code, and all of its images are sensitive; after the last round, where the authors take the best "
-        "one. In their code clients with noise or pruning never train, nor does Soteria's last layer; here all do.",
-        "`knows it`: the attacker knows the defence, and plays the first of the countermoves that its file names; for "
-        "DCS2 it takes the concealed sample's part out of the gradient where linear algebra can. `searches both`: it "
-        "searches the concealed sample, with an unknown soft label, beside the image. The paper has no such rows.",
-        *(["Scale smoke shows that it runs, and nothing else."] if lab.scale == "smoke" else []),
+        "`accuracy` and `accuracy_sensitive` (on the images of the defending client): only client 5 defends, as in the "
+        "authors' code, and all its images are sensitive. Both are measured after the last round; the authors report "
+        "the best round. In their code clients with noise or pruning never train, nor does Soteria's last layer; here "
+        "all of them train.",
+        "`knows it`: the attacker knows the defence and plays its first countermove; against DCS2 it removes the "
+        "concealed sample's share from the gradient wherever linear algebra allows it. `searches both`: the attacker "
+        "searches the concealed sample, with an unknown soft label, together with the image. The paper has neither.",
+        *(["Scale smoke only shows that the experiment runs."] if lab.scale == "smoke" else []),
     ]
 
 
@@ -217,7 +218,7 @@ def _notes(lab: Lab) -> list[str]:
 
 
 def _told(**columns: Sequence[float | None]) -> Told:
-    """The paper's columns, in the order None, DP-Gaussian, Prune, Soteria, DCS2."""
+    """Return the paper's figures from columns in the order None, DP-Gaussian, Prune, Soteria, DCS2."""
     names = ("None", "DP-Gaussian", "Prune", "Soteria", "DCS2")
     return {
         name: {figure: value for figure, values in columns.items() if (value := values[row]) is not None}
@@ -247,13 +248,13 @@ NON_IID = _told(
 )  # fmt: skip
 INFORMED = _told(psnr=(59.22, 35.28, 14.23, 9.94, 7.87), ssim=(1.00, 0.82, 0.37, 0.31, 0.18))
 FACES_NOTE = (
-    "The given faces stand for CelebA: LFW, grey, 32x32, 59 people to be told apart where CelebA's label is the "
-    "gender. GGL searches 64 principal components of public faces, where the paper has a GAN."
+    "LFW faces stand in for CelebA: grey, 32x32; the label is one of 59 people instead of CelebA's gender. GGL "
+    "searches 64 principal components of public faces; the paper uses a GAN."
 )
 
 
 def table_1(lab: Lab) -> Result:
-    """GS on MNIST and CIFAR-10 under five defences."""
+    """Attack MNIST and CIFAR-10 by GS under five defences."""
     plans = [
         Plan("mnist", TASKS["mnist"].defences, MNIST, everyone=True),
         Plan("cifar10", TASKS["cifar10"].defences, CIFAR10),
@@ -262,7 +263,7 @@ def table_1(lab: Lab) -> Result:
 
 
 def table_2(lab: Lab) -> Result:
-    """GGL on faces, and the imprint on Tiny-ImageNet."""
+    """Attack faces by GGL, and Tiny-ImageNet by the imprint attack."""
     plans = [
         Plan("faces", TASKS["faces"].defences, CELEBA, attack=GGL),
         Plan("tiny", TASKS["tiny"].defences, TINY, attack=IMPRINT),
@@ -271,13 +272,14 @@ def table_2(lab: Lab) -> Result:
 
 
 TINY_NOTE = (
-    "Tiny-ImageNet at its own 64x64 (the paper: enlarged to 224x224), 1,600 images of 200 classes, and a ResNet-18 "
-    "with random weights (the paper's is pre-trained): accuracies say little. The imprint stands before the network."
+    "Tiny-ImageNet at its original 64x64 (the paper: enlarged to 224x224), 1,600 images of 200 classes, and a "
+    "ResNet-18 with random weights (the paper's is pre-trained), so accuracies say little. The imprint layer comes "
+    "before the network."
 )
 
 
 def table_3(lab: Lab) -> Result:
-    """DCS2 with several lambda_g against the imprint."""
+    """Attack DCS2 with several values of lambda_g by the imprint attack."""
     told = {0.5: (0.80, 0.22, 60.33, 65.76), 0.7: (0.79, 0.22, 59.88, 65.68), 1.0: (0.78, 0.23, 58.54, 65.24)}
     names = ("ssim", "lpips", "accuracy_sensitive", "accuracy")
     plain = TASKS["tiny"].defences["DCS2"]
@@ -291,11 +293,11 @@ def table_3(lab: Lab) -> Result:
 
 
 def table_4(lab: Lab) -> Result:
-    """GS that starts from the average image of each class."""
+    """Attack by GS starting from the average image of each class."""
     return played(lab, [_informed("None", "DCS2")], AVERAGES_NOTE)
 
 
-AVERAGES_NOTE = "Averages are of public images of each class, which are none of the clients'."
+AVERAGES_NOTE = "The class averages are of public images, which belong to no client."
 
 
 def _informed(*names: str) -> Plan:
@@ -304,7 +306,7 @@ def _informed(*names: str) -> Plan:
 
 
 def table_5(lab: Lab) -> Result:
-    """Where concealed samples start."""
+    """Compare the starting points of concealed samples."""
     told = {
         "another image": {"psnr": 7.84, "ssim": 0.17, "accuracy_sensitive": 86.98, "accuracy": 86.98},
         "another image, MixUP": {"psnr": 7.97, "ssim": 0.18, "accuracy_sensitive": 86.56, "accuracy": 86.99},
@@ -312,14 +314,14 @@ def table_5(lab: Lab) -> Result:
     }
     starts = {"another image": "dcs2", "another image, MixUP": "dcs2:start=mixup", "noise": "dcs2:start=noise"}
     note = (
-        "Which of the paper's four lines is which start is our reading of its ticks, and of the authors' code, whose "
-        "main runs start at another image; its line with 7.69 dB was not told apart."
+        "We matched the paper's lines to starting points by its tick marks and by the authors' code, whose main runs "
+        "start at another image; the fourth line, with 7.69 dB, could not be matched."
     )
     return played(lab, [Plan("mnist", starts, told)], note)
 
 
 def table_6(lab: Lab) -> Result:
-    """Faces concealed behind images of another data set."""
+    """Conceal faces behind images of another data set."""
     told = {
         "None": {"psnr": 19.92, "ssim": 0.75, "accuracy": 93.79},
         "DCS2 from CIFAR10": {"psnr": 8.68, "ssim": 0.18, "accuracy": 94.13},
@@ -330,12 +332,12 @@ def table_6(lab: Lab) -> Result:
     others = resized(load_dataset("cifar10", lab.data_root), TASKS["faces"].side, grey=True)
     count = len(faces.public.train)
     public = replace(others, train=chosen(others.train, np.arange(count)), test=chosen(others.test, np.arange(count)))
-    note = "Concealed samples start at CIFAR-10 images without colours, with their labels of CIFAR-10."
+    note = "Concealed samples start at grey CIFAR-10 images with their CIFAR-10 labels."
     return played(lab, [plan], FACES_NOTE, note, images=replace(faces, starts=public))
 
 
 def table_7(lab: Lab) -> Result:
-    """Pruning, DCS2, and one after the other."""
+    """Compare pruning, DCS2, and both combined."""
     mnist = TASKS["mnist"].defences
     defences = {name: mnist[name] for name in ("Prune", "DCS2")}
     defences["Prune & DCS2"] = f"{mnist['DCS2']}+{mnist['Prune']}"
@@ -344,21 +346,21 @@ def table_7(lab: Lab) -> Result:
 
 
 def table_9(lab: Lab) -> Result:
-    """DCS2 beside ATS on CIFAR-10."""
+    """Compare DCS2 with ATS on CIFAR-10."""
     defences = {name: TASKS["cifar10"].defences[name] for name in ("None", "DCS2")} | {"ATS": "ats:crop=4,mirror=true"}
     ats = {"psnr": 19.68, "ssim": 0.59, "accuracy_sensitive": 67.99, "accuracy": 75.70}
-    note = "The paper trains for 50 rounds more under ATS; here all train equally long."
+    note = "The paper trains 50 more rounds under ATS; here every defence trains for the same number of rounds."
     return played(lab, [Plan("cifar10", defences, {**CIFAR10, "ATS": ats})], note)
 
 
 def table_10(lab: Lab) -> Result:
-    """MNIST with different classes at each client."""
-    note = "The paper does not say how its clients' data differ; two digits for each client is our reading."
+    """Attack and train on MNIST with different classes at each client."""
+    note = "The paper does not say how its clients' data differ; two digits per client is our reading."
     return played(lab, [Plan("mnist", TASKS["mnist"].defences, NON_IID, by_class=True)], note)
 
 
 def table_11(lab: Lab) -> Result:
-    """GS from the average image of each class, under all five."""
+    """Attack by GS from the average image of each class, under all five defences."""
     return played(lab, [_informed(*TASKS["mnist"].defences)], AVERAGES_NOTE)
 
 
@@ -369,13 +371,13 @@ PAPER = Paper(
     {
         "1": Experiment("GS on MNIST and CIFAR-10", table_1),
         "2": Experiment("Faces, and the imprint on Tiny-ImageNet", table_2),
-        "3": Experiment("Shares of the concealed sample's own label", table_3),
-        "4": Experiment("GS that starts from class averages", table_4),
-        "5": Experiment("Where concealed samples start", table_5),
+        "3": Experiment("Share lambda_g of the concealed sample's own label", table_3),
+        "4": Experiment("GS starting from class averages", table_4),
+        "5": Experiment("Starting points of concealed samples", table_5),
         "6": Experiment("Faces concealed behind CIFAR-10", table_6),
-        "7": Experiment("Together with pruning", table_7),
-        "9": Experiment("CIFAR-10", table_9),
-        "10": Experiment("MNIST, two classes a client", table_10),
-        "11": Experiment("Class averages, all defences", table_11),
+        "7": Experiment("DCS2 combined with pruning", table_7),
+        "9": Experiment("DCS2 and ATS on CIFAR-10", table_9),
+        "10": Experiment("MNIST, two classes per client", table_10),
+        "11": Experiment("GS starting from class averages, all defences", table_11),
     },
 )

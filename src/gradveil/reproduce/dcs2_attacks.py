@@ -27,15 +27,15 @@ FIGURES = ("psnr", "ssim", "lpips")
 
 @dataclass(frozen=True)
 class Case:
-    """What is attacked.
+    """The network and images of an attack.
 
     Attributes:
-        network: untrained, with its normalisation.
-        private: single images of the client that defends, one a target.
-        public: images of nobody's, which the attacker knows.
-        aux: public images at hand on the client's device.
+        network: the untrained network with its normalisation.
+        private: single images of the defending client, one per target.
+        public: images that belong to no client, which the attacker knows.
+        aux: public images on the client's device.
         averages: (classes, C, H, W), the mean public image of each class.
-        num_classes: of the task.
+        num_classes: number of classes.
     """
 
     network: nn.Module
@@ -47,12 +47,12 @@ class Case:
 
     @property
     def truth(self) -> Tensor:
-        """(targets, 1, C, H, W)."""
+        """The private images, (targets, 1, C, H, W)."""
         return torch.stack([batch.images for batch in self.private])
 
 
 def make_case(images: Images, model: str, partition: str, targets: int, seed: int) -> Case:
-    """The first images of the client that defends, all sensitive, and the network before its first round."""
+    """Take the first images of the defending client, all sensitive, and the network before the first round."""
     data = images.data
     mine = federate(data, partition, CLIENTS, "1.0", seed).client(DEFENDED)
     public, aux = (_all(known.train) for known in (images.public, images.aux))
@@ -67,7 +67,7 @@ def _all(split: Split) -> Batch:
 
 
 def class_averages(public: Batch, num_classes: int) -> Tensor:
-    """(classes, C, H, W): the mean image of each class, or of all where a class has none.
+    """Return the mean image of each class, (classes, C, H, W); the mean of all images for an empty class.
 
     Example:
         >>> images = torch.tensor([0.0, 1.0, 0.5]).view(3, 1, 1, 1)
@@ -79,7 +79,7 @@ def class_averages(public: Batch, num_classes: int) -> Tensor:
 
 
 def attack_case(case: Case, defence: str, attack: str, *, adaptive: bool, seed: int) -> Tensor:
-    """What the attack makes of all targets' updates, (targets, 1, C, H, W)."""
+    """Attack the updates of all targets, and return the reconstructions (targets, 1, C, H, W)."""
     built, defending = build_attack(attack), build_defence(defence)
     shape = tuple(case.private[0].images.shape[1:])
     scene = Scene((shape[0], shape[1], shape[2]), case.num_classes)
@@ -102,7 +102,7 @@ def attack_case(case: Case, defence: str, attack: str, *, adaptive: bool, seed: 
 
 
 def scores(case: Case, guess: Tensor, root: Path | None) -> dict[str, float | None]:
-    """Mean and standard deviation over the targets of each figure that can be measured."""
+    """Return mean and standard deviation over the targets of each metric, or None if it cannot be measured."""
     figures, _ = score_targets(case.truth, guess, root)
     found: dict[str, float | None] = {}
     for name in FIGURES:

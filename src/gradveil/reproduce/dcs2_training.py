@@ -1,4 +1,4 @@
-"""DCS2's tasks and their trainings: four data sets with their networks and baselines, and what a defence costs."""
+"""The tasks of the DCS2 paper: four data sets with networks and baselines, and trainings under a defence."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -14,23 +14,23 @@ from gradveil.defences import build_defence
 from gradveil.defences.dcs2 import Dcs2
 from gradveil.randomness import derive_seed
 from gradveil.reproduce.base import Lab
-from gradveil.reproduce.trainings import trained
+from gradveil.reproduce.trainings import thinned, trained
 
 CLIENTS, DEFENDED = 10, 5
-"""Ten clients, and the one among them that defends in the authors' code."""
+"""The number of clients, and the number of the client that defends in the authors' code."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of a task is run.
+    """The sizes of a task at one scale.
 
     Attributes:
-        targets: images that are attacked.
-        iterations: of the search for them.
-        steps: of the search for the concealed samples under attack.
-        images: of each client.
-        rounds: of training; 0 trains nothing.
-        training_steps: of the search for the concealed samples in training.
+        targets: number of attacked images.
+        iterations: iterations of the attack.
+        steps: steps of the defence's search for concealed samples when attacked.
+        images: images per client.
+        rounds: rounds of training; 0 skips training.
+        training_steps: steps of the defence's search for concealed samples in training.
     """
 
     targets: int
@@ -43,18 +43,18 @@ class Size:
 
 @dataclass(frozen=True)
 class Dcs2Task:
-    """One of the paper's data sets, and how it is trained on (Section 4.1, Appendix 8.3 and the authors' code).
+    """One of the paper's data sets and its training (Section 4.1, Appendix 8.3 and the authors' code).
 
     Attributes:
-        title: the paper's name for it.
-        dataset: what is loaded, at the scales smoke and small, and at full.
-        models: the network that is attacked and trained, a narrow one at the scale smoke, and the paper's.
-        sizes: what is run at each scale; full is the paper's.
-        defences: the paper's names, and our defences with its settings; noise and pruning at every local step, Soteria
-            with estimated Jacobians.
-        lr: of the clients' SGD with momentum 0.9, times 0.99 a round.
-        weight_decay: of the same.
-        side: of the images, where they are made smaller.
+        title: the paper's name for the data set.
+        dataset: spec of the data set at the scales smoke and small, and at full.
+        models: the attacked and trained network: a narrow one at scale smoke, and the paper's.
+        sizes: the sizes at each scale; full is the paper's.
+        defences: specs with the paper's settings, by the paper's names; noise and pruning act on every local step,
+            Soteria estimates its Jacobians.
+        lr: learning rate of the clients' SGD (momentum 0.9), multiplied by 0.99 after each round.
+        weight_decay: weight decay of the clients' SGD.
+        side: side length that images are resized to, or 0 to keep their size.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Dcs2Task:
     side: int = 0
 
     def model(self, lab: Lab) -> str:
-        """The network at a scale."""
+        """Return the spec of the network at the lab's scale."""
         return self.models[lab.scale != "smoke"]
 
 
@@ -86,7 +86,7 @@ def _sizes(smoke: Size, small: Size, full: Size) -> dict[str, Size]:
 
 
 _DEEP = (Size(1, 3, 2, 8, 1), Size(2, 150, 100, 64, 4, 5))
-"""Of the ConvNet, whose searches take a hundred times as long as LeNet's."""
+"""Sizes for the ConvNet, whose searches take a hundred times as long as LeNet's."""
 
 TASKS = {
     "mnist": Dcs2Task(
@@ -118,9 +118,9 @@ class Images:
     """The images of a task.
 
     Attributes:
-        data: what is dealt to the clients, and the test images.
-        public: images of the same kind that nobody owns (the authors' proxy split), which attackers know.
-        starts: public images which concealed samples start at; None are the same.
+        data: the clients' training images, and the test images.
+        public: images of the same kind that belong to no client (the authors' proxy split); attackers know them.
+        starts: public images that concealed samples start from; None uses ``public``.
     """
 
     data: Dataset
@@ -129,30 +129,29 @@ class Images:
 
     @property
     def aux(self) -> Dataset:
-        """The public images at hand on devices."""
+        """The public images on the clients' devices."""
         return self.starts or self.public
 
 
 def load_images(lab: Lab, task: Dcs2Task) -> Images:
-    """Split the training images into clients' and public ones; but at full scale only some of the test images."""
+    """Split the training images into clients' and public ones, and keep only some test images below full scale."""
     name = task.dataset[lab.scale == "full"]
     named = str(lab.data_root / name) if name.endswith(".npz") and lab.data_root is not None else name
     whole = resized(load_dataset(named, lab.data_root), task.side)
     order = np.random.default_rng(derive_seed(lab.seed, "dcs2", "proxy")).permutation(len(whole.train))
     free = min(lab.pick(64, 500, 5000), len(order) // 4)
-    most = min(lab.pick(100, 1000, len(whole.test)), len(whole.test))
-    tested = np.linspace(0, len(whole.test) - 1, most).astype(int)  # a set may be sorted by class
-    data = replace(whole, train=chosen(whole.train, order[free:]), test=chosen(whole.test, tested))
+    tested = thinned(whole.test, lab.pick(100, 1000, len(whole.test)))
+    data = replace(whole, train=chosen(whole.train, order[free:]), test=tested)
     return Images(data, replace(whole, train=chosen(whole.train, order[:free])))
 
 
 def chosen(split: Split, places: np.ndarray) -> Split:
-    """Some images."""
+    """Return the images at the given places."""
     return Split(split.images[places], split.labels[places])
 
 
 def resized(data: Dataset, side: int, *, grey: bool = False) -> Dataset:
-    """The same images with sides of so many pixels (0 leaves them), and if asked for without colours."""
+    """Resize the images to ``side`` pixels (0 keeps their size), and convert them to grey if asked."""
     if side in (0, data.shape[1]) and not grey:
         return data
     constants = ((statistics.fmean(data.mean),), (statistics.fmean(data.std),)) if grey else (data.mean, data.std)
@@ -169,12 +168,12 @@ def _smaller(split: Split, side: int, grey: bool) -> Split:
 
 
 def images_each(lab: Lab, task: Dcs2Task, images: Images) -> int:
-    """Images of each client: as many as the scale has, or what there is."""
+    """Return the number of images per client: that of the scale, or fewer if the data set is too small."""
     return min(task.sizes[lab.scale].images or 10, len(images.data.train) // CLIENTS)
 
 
 def partition_of(lab: Lab, task: Dcs2Task, images: Images, *, by_class: bool = False) -> str:
-    """How images are dealt: at random, or two classes to each client."""
+    """Return the partition: images dealt at random, or two classes per client."""
     count = images_each(lab, task, images)
     return f"by-class:classes=2,per_class={count // 2}" if by_class else f"iid:images={count}"
 
@@ -182,7 +181,7 @@ def partition_of(lab: Lab, task: Dcs2Task, images: Images, *, by_class: bool = F
 def training(
     lab: Lab, task: Dcs2Task, images: Images, defence: str, *, everyone: bool = False, by_class: bool = False
 ) -> TrainSettings:
-    """The training under a defence of one client, whose images are all sensitive, or of all clients."""
+    """Return settings in which one client, whose images are all sensitive, or every client defends."""
     size, count = task.sizes[lab.scale], images_each(lab, task, images)
     return TrainSettings(
         dataset=images.data.name, model=task.model(lab), defence=with_steps(defence, size.training_steps),
@@ -195,7 +194,7 @@ def training(
 
 
 def with_steps(defence: str, steps: int) -> str:
-    """The defence with so many steps of concealing, wherever it conceals.
+    """Set the number of concealing steps in each dcs2 part of a defence spec.
 
     Example:
         >>> with_steps("dcs2:far=500+prune", 20), with_steps("dcs2", 1000)
@@ -207,14 +206,14 @@ def with_steps(defence: str, steps: int) -> str:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """After the last round, on the test images and on the sensitive ones; None where the training diverged."""
+    """Accuracy after the last round on test and on sensitive images, or None if the training diverged."""
 
     test: float | None
     sensitive: float | None
 
 
 def train(lab: Lab, settings: TrainSettings, images: Images, progress: Callable[[float], None]) -> Accuracy:
-    """Train, and evaluate after the last round."""
+    """Train, and return the accuracies after the last round."""
     aux = images.aux if build_defence(settings.defence).uses_aux else None
     found = trained(lab, settings, progress, dataset=images.data, aux=aux)
     return Accuracy(found.last("accuracy"), found.last("accuracy_sensitive"))

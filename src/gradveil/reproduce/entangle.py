@@ -1,4 +1,4 @@
-"""Model Entanglement (ICLR 2025 submission): its observation, its price, and whom it stops."""
+"""Model Entanglement (ICLR 2025 submission): its motivation, its cost, and the attacks that it stops."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ DIGITS = (1, 5)
 
 
 def figure_1b(lab: Lab) -> Result:
-    """500 ones and 500 fives before the output layer, in two dimensions."""
+    """Project the representations of 500 ones and 500 fives before the output layer onto two dimensions."""
     data = load_dataset(training(lab, "mnist").dataset, lab.data_root)
     chosen, labels = _digits(data, 500)
     rounds = lab.pick(2, 10, 10)
@@ -47,22 +47,24 @@ def figure_1b(lab: Lab) -> Result:
         for digit, marker in zip(DIGITS, "o^", strict=True):
             own = plane[labels == digit]
             axes.plot(own[:, 0].numpy(), own[:, 1].numpy(), marker, ms=3, mew=0, alpha=0.6, label=f"digit {digit}")
-        axes.set_title(f"{name}\ntold apart: {right:.1%}", fontsize=9)
+        axes.set_title(f"{name}\nseparated: {right:.1%}", fontsize=9)
         axes.set(xticks=[], yticks=[])
         axes.legend(frameon=False, fontsize=8)
     notes = [
-        f"{settings.dataset}: the first {len(labels) // 2} ones and fives, test images first (the paper: 500 each, and "
-        "not whether its network was trained). Principal components; the paper does not name its reduction.",
-        f"Trained: FedAvg on IID parts, {rounds} rounds of one epoch, rate {settings.lr:g}. Told apart: share of every "
-        "second image on its digit's side of the straight line that separates the others best, in two dimensions.",
-        "Pixels without any network stand beside: as far as they are told apart as well, it is the digits that differ, "
-        "not what a network makes of them.",
+        f"{settings.dataset}: the first {len(labels) // 2} ones and fives, test images first (the paper: 500 each; it "
+        "does not say whether its network was trained). We use principal components; the paper does not name its "
+        "method of reduction.",
+        f"Trained: FedAvg on IID data, {rounds} rounds of one epoch, learning rate {settings.lr:g}. "
+        "`digits_told_apart`: a least-squares line is fitted to every second point in two dimensions; the value is the "
+        "share of the other points that lie on the side of their digit.",
+        "Raw pixels are shown for comparison: if they separate the digits equally well, the digits themselves differ, "
+        "not only their representations.",
     ]
     return Result(rows, notes, {"representations": figure})
 
 
 def _digits(data: Dataset, count: int) -> tuple[Tensor, Tensor]:
-    """So many images of each digit, test images first, with their labels."""
+    """Return ``count`` images of each digit with their labels, test images first."""
     pixels = np.concatenate([data.test.images, data.train.images])
     labels = np.concatenate([data.test.labels, data.train.labels])
     places = np.concatenate([np.flatnonzero(labels == digit)[:count] for digit in DIGITS])
@@ -70,25 +72,25 @@ def _digits(data: Dataset, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _before_output(network: torch.nn.Module, chosen: Tensor) -> Tensor:
-    """(N, features): the input of the last Linear."""
+    """Return the input of the last Linear layer, (N, features)."""
     last = [name for name, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)][-1]
     with torch.no_grad():
         return layer_inputs(network, [last], chosen)[0]
 
 
 def principal_plane(points: Tensor) -> tuple[Tensor, float]:
-    """(N, 2) the first two principal components of (N, features), and their share of the variance."""
+    """Return the first two principal components (N, 2) of (N, features), and their share of the variance."""
     centred = points.double() - points.double().mean(0)
     left, sizes, _ = torch.linalg.svd(centred, full_matrices=False)
     return left[:, :2] * sizes[:2], float(sizes[:2].square().sum() / sizes.square().sum())
 
 
 def told_apart(points: Tensor, first: Tensor) -> float:
-    """The share of every second point that lies on its class's side of the least-squares line through the others.
+    """Fit a least-squares line to every second point, and return the share of the others on their class's side.
 
     Args:
         points: (N, dimensions).
-        first: (N,) bool, whether a point is of the first of two classes.
+        first: (N,) bool, whether a point belongs to the first of two classes.
 
     Example:
         >>> told_apart(torch.tensor([[0.0], [0.1], [5.0], [5.1]]), torch.tensor([True, True, False, False]))
@@ -108,7 +110,7 @@ PAPER = Paper(
         "fig4": Experiment("Accuracy by beta", figure_4),
         "fig5a": Experiment("Accuracy under four defences", figure_5a),
         "fig5b": Experiment("Membership inference under four defences", figure_5b),
-        "fig5c": Experiment("Time of a round under four defences", figure_5c),
+        "fig5c": Experiment("Time per round under four defences", figure_5c),
         "fig6": Experiment("GS under four defences", figure_6),
     },
 )

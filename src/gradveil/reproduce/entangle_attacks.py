@@ -1,4 +1,4 @@
-"""Attacks on updates under Model Entanglement and other defences: reconstruction by GS, and who was a member."""
+"""Attacks on updates under Model Entanglement and other defences: reconstruction by GS, and membership inference."""
 
 import math
 import statistics
@@ -36,26 +36,26 @@ from gradveil.types import Batch, Tensors
 # --- Figure 6: reconstruction by GS -----------------------------------------------------------------------------------
 
 MODELS = {"lenet5": "lenet5:activation=sigmoid,init=uniform", "lenet-dlg": "lenet-dlg"}
-"""Two readings of the paper's LeNet-5 "following Zhu and Han": with their sigmoids and weights, or their network."""
+"""Two readings of the paper's LeNet-5 "following Zhu and Han": their sigmoids and initialisation, or their network."""
 TRIALS = 5
 GS = {
     "mnist": "gs:sign=none,schedule=cosine,lr=0.3,tv=1e-6,iterations={}",
     "cifar10": "gs:sign=none,schedule=cosine,lr=0.1,tv=1e-3,iterations={}",
 }
-"""GS's objective with the settings that find most here, see docs/results.md."""
+"""GS with the settings that reconstruct best here, see docs/results.md."""
 PAPER_6 = {("mnist", "FedAvg"): "< 0.05", ("mnist", "ME"): "0.9835"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is attacked on one data set.
+    """The network and images of an attack on one data set.
 
     Attributes:
-        network: untrained, with its normalisation.
-        private: one image a target, each of another class.
+        network: the untrained network with its normalisation.
+        private: one image per target, each of a different class.
         guard: one public image of a class that no target has.
-        std: of each channel, for MSE in normalised units.
-        num_classes: of the task.
+        std: standard deviation of each channel, for the MSE in normalised units.
+        num_classes: number of classes.
     """
 
     network: nn.Module
@@ -67,11 +67,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Trials:
-    """What several trials of an attack give, (targets, C, H, W) each.
+    """The best reconstructions out of several trials of an attack, (targets, C, H, W) each.
 
     Attributes:
-        chosen: each target's guess with the least loss of the attacker's own.
-        closest: each target's guess that is nearest to the truth, which no attacker can choose.
+        chosen: for each target, the guess with the lowest attacker loss.
+        closest: for each target, the guess nearest to the truth, which no attacker can choose.
     """
 
     chosen: Tensor
@@ -79,7 +79,7 @@ class Trials:
 
 
 def figure_6(lab: Lab) -> Result:
-    """GS on single images under four defences, by an attacker who does not know the defence and by one who does."""
+    """Attack single images by GS under four defences, with and without knowledge of the defence."""
     tasks = lab.pick(("mnist",), ("mnist", "cifar10"), ("mnist", "cifar10"))
     models = lab.pick(("lenet-dlg",), ("lenet5", "lenet-dlg"), ("lenet5", "lenet-dlg"))
     iterations, targets = lab.pick(80, 400, 4000), lab.pick(1, 2, 8)
@@ -115,12 +115,12 @@ def _guesses(case: Case, defence: Defence, attack: str, adaptive: bool, seed: in
 
 
 def _told(lab: Lab, doing: str) -> AbstractContextManager[None]:
-    """Within, what is told of the work's progress goes to the lab."""
+    """Return a context in which reported progress goes to the lab."""
     return listening(lab.telling(doing))
 
 
 def attackers() -> list[tuple[str, bool]]:
-    """Each defence with the plain attacker, and with one who knows it where there is something to know."""
+    """Return each defence with the plain attacker, and with an adaptive one if it has a countermove."""
     return [
         (name, adaptive)
         for name, spec in DEFENCES.items()
@@ -129,7 +129,7 @@ def attackers() -> list[tuple[str, bool]]:
 
 
 def make_case(data: Dataset, model: str, targets: int, seed: int) -> Case:
-    """Draw private training images of different classes, and a public test image of yet another."""
+    """Draw private training images of different classes, and a public test image of one more class."""
     rng = np.random.default_rng(derive_seed(seed, "entangle", "targets"))
     kinds = rng.permutation(data.num_classes)
     places = [rng.choice(np.flatnonzero(data.train.labels == kind)) for kind in kinds[:targets]]
@@ -144,7 +144,7 @@ def _batch(split: Split, places: Sequence[int]) -> Batch:
 
 
 def attack_case(case: Case, defence: Defence, attack: str, adaptive: bool, seed: int) -> Trials:
-    """Attack all targets several times, from different starts and the same updates."""
+    """Attack the same updates of all targets several times, from different starts."""
     targets = len(case.private)
     seen = observe(
         case.network,
@@ -168,12 +168,12 @@ def attack_case(case: Case, defence: Defence, attack: str, adaptive: bool, seed:
 
 
 def _least(values: Tensor) -> Tensor:
-    """(targets,) which trial has the least value of (trials, targets); NaN is never less."""
+    """Return the trial with the lowest value for each target, (targets,); NaN counts as infinite."""
     return values.nan_to_num(torch.inf).argmin(0)
 
 
 def scores(case: Case, trials: Trials) -> dict[str, float | None]:
-    """Means over the targets."""
+    """Return means over the targets."""
     truth = case.private.images
     oracle = Mse()(truth, trials.closest)
     return {
@@ -187,7 +187,7 @@ def scores(case: Case, trials: Trials) -> dict[str, float | None]:
 
 
 def normalised_mse(truth: Tensor, guess: Tensor, std: Sequence[float]) -> Tensor:
-    """(N,) the MSE in units of each channel's standard deviation, as after the network's normalisation.
+    """Return the MSE (N,) in units of each channel's standard deviation, as after the network's normalisation.
 
     Example:
         >>> normalised_mse(torch.zeros(1, 2, 1, 1), torch.tensor([0.5, 1.0]).view(1, 2, 1, 1), (0.5, 0.5))
@@ -198,20 +198,21 @@ def normalised_mse(truth: Tensor, guess: Tensor, std: Sequence[float]) -> Tensor
 
 def _notes_6(lab: Lab, targets: int, iterations: int) -> list[str]:
     return [
-        f"Attacked: one gradient of one image on an untrained network, its label known; targets: {targets}, each of "
-        f"another class; {iterations:,} steps. The guard's gradient is of one public image of yet another class.",
-        f"Two readings of the paper's LeNet5 after Zhu and Han: `{MODELS['lenet5']}`, and `lenet-dlg`, their own, with "
-        "one fully connected layer.",
-        f"{TRIALS} trials from different starts on the same update; the one with the least loss of the attacker's own "
-        "counts. `oracle` takes the nearest to the truth, as the paper's best of five may have; no attacker can. "
-        "GS's rate, schedule and total variation are those that find most here; its published steps are signed.",
+        f"Attacked: one gradient of one image on an untrained network, label known; targets: {targets}, each of a "
+        f"different class; {iterations:,} steps. The guard's gradient is of one public image of yet another class.",
+        f"Two readings of the paper's LeNet5 after Zhu and Han: `{MODELS['lenet5']}`, and `lenet-dlg`, their network "
+        "with one fully connected layer.",
+        f"{TRIALS} trials from different starts on the same update; the trial with the lowest attacker loss counts. "
+        "`oracle` is the trial nearest to the truth, as the paper's best of five may be; no attacker can choose it. "
+        "Learning rate, schedule and total variation of GS are those that reconstruct best here; published GS takes "
+        "signed steps.",
         "`knows it`: the attacker knows the defence and what the server broadcast, as any server does. The paper has "
-        "the plain attacker only.",
-        "`mse` is on [0, 1], where a black picture has about 0.1 on MNIST, and uniform noise about 0.3: the paper's "
-        "0.9835 is likely in normalised units, which stand beside (on MNIST 10.5 times as much); its 0.05 too. "
-        "The other cells of its figure have no numbers.",
+        "only the plain attacker.",
+        "`mse` is on images in [0, 1]; on MNIST a black image has about 0.1, and uniform noise about 0.3. The paper's "
+        "0.9835 and 0.05 are therefore likely in normalised units, as `mse_normalised` (on MNIST 10.5 times `mse`). "
+        "The other cells of the paper's figure have no numbers.",
         STAND_INS,
-        *(["CIFAR-10 and lenet5 are left out at the scale smoke."] if lab.scale == "smoke" else []),
+        *(["Scale smoke omits CIFAR-10 and lenet5."] if lab.scale == "smoke" else []),
     ]
 
 
@@ -219,7 +220,7 @@ COLUMNS = (("FedAvg", False), ("POGZ-FL", False), ("CA-FL", False), ("ME", False
 
 
 def _pictures(case: Case, found: Mapping[tuple[str, bool], Trials]) -> Figure:
-    """A line a target: the truth, and what the attacker chose under each defence."""
+    """Draw one row per target: the true image, and the attacker's choice under each defence."""
     truth = case.private.images
     figure = Figure(figsize=(1.35 * (1 + len(COLUMNS)), 1.55 * len(truth) + 0.3), layout="constrained")
     grid = figure.subplots(len(truth), 1 + len(COLUMNS), squeeze=False)
@@ -246,7 +247,7 @@ PAPER_5B = {"FedAvg": 0.5453, "ME": 0.5245, "POGZ-FL": 0.5235, "CA-FL": 0.5357}
 
 
 def figure_5b(lab: Lab) -> Result:
-    """How well the boundary attack tells a client's images from others, every five rounds of a training."""
+    """Measure how well the boundary attack distinguishes a client's images from others, every five rounds."""
     attack = build(
         MembershipAttack,
         lab.pick("boundary:images=20,queries=100,every=1", "boundary:images=200,queries=500", "boundary"),
@@ -265,19 +266,19 @@ def figure_5b(lab: Lab) -> Result:
     notes = [
         training_note(lab, "mnist", data),
         f"{PARTITION_NOTE}.",
-        f"`{attack.spec}` on the model of a client drawn at random, other than the guard, every {attack.every} "
-        "rounds, as the server has it from the update; members are the client's images, others test images of "
-        "the same classes in the same numbers, so that classes do not tell (the paper: 500 members and 500 images from "
-        "external sources).",
-        "The standard error is that of an AUC by guessing with as many images; the paper gives none. Differences below "
-        "two of them say nothing. `auc_loss` ranks by the loss, which needs no boundary.",
+        f"`{attack.spec}` attacks the model of a random client other than the guard, every {attack.every} rounds, as "
+        "the server knows it from the update. Members are the client's images. Non-members are test images with the "
+        "same number per class, so that classes reveal nothing (the paper: 500 members and 500 images from external "
+        "sources).",
+        "`auc_standard_error` is that of guessing with the same number of images; the paper gives none. Differences "
+        "below two standard errors are not significant. `auc_loss` ranks by the loss, without the boundary attack.",
         STAND_INS,
     ]
     return Result(rows, notes, {"membership": _areas(curves)})
 
 
 def _memberships(settings: TrainSettings, attack: MembershipAttack, data: Dataset, lab: Lab) -> list[dict[str, Any]]:
-    """Up to the round in which the training diverges, if it does."""
+    """Return the membership figures of each measured round, up to the round in which the training diverges."""
     found: list[dict[str, Any]] = []
     with suppress(DivergedError):
         found.extend(infer_membership(settings, attack, dataset=data, data_root=lab.data_root))
@@ -285,9 +286,9 @@ def _memberships(settings: TrainSettings, attack: MembershipAttack, data: Datase
 
 
 def membership_means(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the rounds that were measured, and what guessing would vary by.
+    """Return means over the measured rounds, and the standard error that guessing would have.
 
-    The variance of one round's AUC by guessing is about 1 / 6 n with n members and n others.
+    The AUC of guessing in one round has a variance of about 1 / (6 n) with n members and n non-members.
     """
     keys = {"auc": "auc", "auc_loss": "auc_loss", "accuracy_members": "accuracy_members",
             "accuracy_others": "accuracy_non_members"}  # fmt: skip
@@ -301,7 +302,7 @@ def membership_means(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _areas(curves: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
-    """AUC over the rounds."""
+    """Plot the AUC over the rounds."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.axhline(0.5, color="black", lw=0.8, ls=":", label="guessing")
