@@ -2,7 +2,8 @@
 
 import torch
 
-from gradveil.attacks.parts.adaptive import countermove, turned
+from gradveil.attacks.parts.adaptive import turned
+from gradveil.attacks.parts.countermoves import countermove
 from gradveil.models import create_model
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe

@@ -1,12 +1,24 @@
+import subprocess
+import sys
 from dataclasses import replace
 
+import pytest
 import torch
 
+from gradveil.attacks import build_attack
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
-from gradveil.defences import build_defence
+from gradveil.defences import Countermove, build_defence
+from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.metrics import align
 from tests.attacks.scene import psnr, run, scene
+
+
+def test_the_base_of_all_attacks_does_not_import_the_search():
+    code = "import sys, gradveil.attacks; print(*[name for name in sys.modules if name.startswith('gradveil.attacks')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    parts = {name.removeprefix("gradveil.attacks.parts.") for name in found if ".parts." in name}
+    assert parts == {"countermoves", "stages"}
 
 
 def test_an_update_that_says_nothing_is_named_and_the_others_go_on():
@@ -43,3 +55,22 @@ def test_known_mixtures_of_labels_are_matched_and_unknown_ones_searched():
         shown = seen.encodings.images
         assert found.labels.shape == (1, 2)
         assert psnr(shown, align(shown, found.images[0])).mean() > 14
+
+
+def test_what_an_attack_lacks_is_named_with_the_options_to_type():
+    _, _, seen = scene(grants=("labels", "num-examples"))
+    with pytest.raises(
+        ThreatModelError, match=r"Attack 'ggl' needs public-data; add --knows labels,num-examples,public-data\.$"
+    ):
+        run(build_attack("ggl"), seen)
+    with pytest.raises(
+        ThreatModelError, match=r"needs defence, encodings, public-data; add --knows \S*public-data and --adaptive\.$"
+    ):
+        run(build_attack("unmix"), seen)
+
+
+def test_only_a_decoder_can_be_a_stage_of_a_countermove(monkeypatch):
+    _, _, seen = scene(grants=("num-examples", "defence"), size=2, defence=build_defence("mixup:k=2"))
+    monkeypatch.setattr(type(seen.defence), "adaptive", lambda *_: {"odd": Countermove(decode=("gs",))})
+    with pytest.raises(ConfigError, match="must decode by a decoder, got the attack 'gs'"):
+        run(Gs(iterations=1), seen)

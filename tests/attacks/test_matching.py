@@ -34,7 +34,7 @@ def test_a_start_that_must_be_granted_is_asked_for_before_the_search(start, need
     _, _, seen = scene()
     attack = replace(Gs(iterations=1), start=start)
     assert {knowledge.value for knowledge in attack.needs} == {"num-examples", needed}
-    with pytest.raises(ThreatModelError, match=rf"Attack 'gs' needs {needed}, .*Grant it with --knows"):
+    with pytest.raises(ThreatModelError, match=rf"Attack 'gs' needs {needed}; add --knows .*{needed}"):
         run(attack, seen)
     assert replace(attack, start="grey").needs == Gs.needs
 

@@ -1,5 +1,9 @@
+import pytest
+
 from gradveil.audits.plan import SLICE, plan
+from gradveil.audits.privacy import attack_cell
 from gradveil.audits.settings import AuditSettings
+from gradveil.data import load_dataset
 
 
 def test_the_cells_are_all_combinations_in_the_order_of_the_rows():
@@ -32,3 +36,38 @@ def test_without_adaptive_or_rounds_there_are_only_plain_attacks():
 def test_an_attack_that_can_not_adapt_is_run_once():
     cells = plan(AuditSettings(defences=("prune",), attacks=("representations",), adaptive=True, rounds=0))
     assert [cell.adaptive for cell in cells] == [False, False]
+
+
+OWN = """
+from dataclasses import dataclass
+
+import torch
+
+from gradveil.attacks import Attack
+from gradveil.threat import Knowledge, Reconstruction
+
+
+@dataclass(frozen=True)
+class Mine(Attack):
+    {how}
+
+    def run(self, seen, rng):
+        known = float(seen.knows(Knowledge.DEFENCE))
+        zeros = torch.zeros(seen.num_targets)
+        labels = torch.zeros(seen.num_targets, 1, dtype=torch.long)
+        return Reconstruction(torch.full((seen.num_targets, 1, *seen.shape), known), labels, zeros, zeros == 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "ways"), [("adapts = True", {False, True}), ("adapt: str = ''", {False, True}), ("pass", {False})]
+)
+def test_an_attack_of_ones_own_that_adapts_gets_adaptive_rows(how, ways, small, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN.format(how=how))
+    spec = f"{tmp_path}/mine.py:Mine"
+    settings = small(defences="prune", attacks=spec, adaptive=True, rounds=0, targets=1)
+    cells = [cell for cell in plan(settings) if cell.defence == "prune"]
+    rows = [row for cell in cells for row in attack_cell(cell, settings, load_dataset(settings.dataset))[0]]
+    found = {row["adaptive"]: row["psnr"] for row in rows}
+    assert found.keys() == ways
+    assert len(set(found.values())) == len(ways)

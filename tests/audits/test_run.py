@@ -301,12 +301,15 @@ def test_missing_pictures_are_made_again(small, tmp_path):
     [
         ({"model": "lenet6"}, "Unknown model 'lenet6'"),
         ({"partition": "by-clas"}, "Unknown partition"),
-        ({"knows": "labels"}, "needs num-examples, got knows without it"),
-        ({"attacks": f"{QUICK},start=class-average"}, r"needs class-averages, got knows without it. Add it to --knows"),
-        ({"attacks": "idlg:start=public"}, r"needs public-data, got knows without it. Add it to --knows"),
+        ({"knows": "labels"}, "needs num-examples; add --knows labels,num-examples"),
+        (
+            {"attacks": f"{QUICK},start=class-average"},
+            "needs class-averages; add --knows class-averages,labels",
+        ),
+        ({"attacks": "idlg:start=public"}, r"needs public-data; add --knows labels,num-examples,public-data"),
         (
             {"attacks": "imprint:distribution=empirical", "knows": "num-examples,alters-model"},
-            r"needs public-data, got knows without it. Add it to --knows",
+            "needs public-data; add --knows alters-model,num-examples,public-data",
         ),
         ({"defences": "mixup", "images": 3}, "needs clients with 4 images or more, got one with 3"),
         ({"defences": "mixup:k=5", "images": 6, "partition": "iid:images=4"}, "5 images or more, got one with 4"),

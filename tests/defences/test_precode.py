@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from gradveil.attacks import build_attack
-from gradveil.attacks.parts.adaptive import countermoves
+from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.defences import Client, build_defence
 from gradveil.defences.base import Releases

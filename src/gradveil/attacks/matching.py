@@ -71,6 +71,10 @@ class Matching(Attack):
     def labels_of(self, seen: Observation) -> Tensor | None:
         """The labels (T, B) to go by; None to search soft ones with the images."""
 
+    def keeping(self, count: int) -> "Matching":
+        """Return the attack that keeps at most ``count`` iterates, unless ``keep`` is set."""
+        return self if self.keep else replace(self, keep=min(count, self.iterations))
+
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Search all targets side by side that are answered alike."""
         plays = answers(seen, self.adapt)

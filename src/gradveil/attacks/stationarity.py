@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradveil.attacks.base import Decoder
+from gradveil.attacks.decoder import Decoder
 from gradveil.attacks.parts.priors import total_variation
 from gradveil.defences import member, required
 from gradveil.defences.loda import Loda

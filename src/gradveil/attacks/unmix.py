@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Decoder
+from gradveil.attacks.decoder import Decoder
 from gradveil.attacks.parts.unmixing import (
     Encoder,
     Solution,

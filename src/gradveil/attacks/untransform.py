@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from gradveil.attacks.base import Decoder
+from gradveil.attacks.decoder import Decoder
 from gradveil.defences import member, required
 from gradveil.defences.ats import Ats, transformed
 from gradveil.defences.mixup import Mixup

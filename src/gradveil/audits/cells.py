@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks import build_any_attack
+from gradveil.attacks.base import needs_message
 from gradveil.audits.membership import MEMBERSHIP, membership_cell
 from gradveil.audits.plan import Cell, Rows, facts_of
 from gradveil.audits.privacy import PRIVACY, SECRETS, attack_cell
@@ -70,10 +71,9 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     training = settings.training("none", settings.seed)
     for spec in settings.attacks:
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
-        lacking = sorted(knowledge.value for knowledge in build_any_attack(spec).needs - granted)
-        if lacking:
-            where = "Run with --adaptive" if lacking == [Knowledge.DEFENCE.value] else "Add it to --knows"
-            raise ConfigError(f"Attack {spec!r} needs {', '.join(lacking)}, got knows without it. {where}.")
+        needs = build_any_attack(spec).needs
+        if not needs <= granted:
+            raise ConfigError(needs_message(spec, needs, granted))
         several = settings.update == "local" and local_settings(training).num_steps(settings.images) > 1
         if several and Knowledge.ENCODINGS in build_any_attack(spec).needs:
             raise ConfigError(

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradveil.attacks import MembershipAttack, build_any_attack
-from gradveil.attacks.matching import Matching
 from gradveil.audits.settings import AuditSettings
 from gradveil.defences import build_defence
 from gradveil.threat import Knowledge
@@ -57,7 +56,7 @@ def plan(settings: AuditSettings) -> list[Cell]:
     """All cells, in the order of the rows: for each seed and defence its training, then its attacks.
 
     An attack on membership has one cell for all its rounds. A defence that names no countermove has nothing to know,
-    and an attack that matches no gradients has no use for it: then only the plain attack is run.
+    and an attack that does not adapt has no use for it: then only the plain attack is run.
     """
     cells: list[Cell] = []
     for seed in settings.all_seeds:
@@ -70,7 +69,7 @@ def plan(settings: AuditSettings) -> list[Cell]:
                 if isinstance(built := build_any_attack(attack), MembershipAttack):
                     cells.append(Cell(f"membership-{len(cells):05d}", "membership", defence, seed, attack))
                     continue
-                adapts = knowing and (isinstance(built, Matching) or own.hides_images)
+                adapts = knowing and (built.adapts or own.hides_images)
                 plain = Knowledge.DEFENCE not in built.needs
                 for adaptive in [False] * plain + [True] * adapts:
                     for first in range(0, settings.targets, SLICE):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks import Attack, Scene, build_attack
-from gradveil.attacks.matching import Matching
 from gradveil.attacks.parts.analytic import Block
 from gradveil.audits.plan import Cell, Rows, facts_of, finite
 from gradveil.audits.settings import AuditSettings
@@ -55,7 +54,7 @@ def attack_cell(
 ) -> tuple[Rows, dict[str, Tensor]]:
     """Rows and pictures of one cell's targets."""
     private = private_batches(settings, dataset)[cell.first : cell.last]
-    defence, attack = build_defence(cell.defence), _keeping(build_attack(cell.attack))
+    defence, attack = build_defence(cell.defence), build_attack(cell.attack).keeping(ITERATES)
     started = time.perf_counter()
     seen = observed(cell, settings, dataset, private, defence, attack, root)
     result = attack(seen, stream(cell.seed, "attack", cell.first))
@@ -102,13 +101,6 @@ def _alarms(seen: Observation, private: list[Batch]) -> list[list[str] | None]:
     device = next(seen.network.parameters()).device
     behind = {f"{name}.shift" for name, layer in seen.network.named_modules() if isinstance(layer, Block)}
     return [[f.title for f in inspect(seen.network, batch.to(device)) if f.layer not in behind] for batch in private]
-
-
-def _keeping(attack: Attack) -> Attack:
-    """The same attack, which keeps pictures on its way unless it was told how many."""
-    if isinstance(attack, Matching) and not attack.keep:
-        return dataclasses.replace(attack, keep=min(ITERATES, attack.iterations))
-    return attack
 
 
 def observed(

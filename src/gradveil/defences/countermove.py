@@ -36,7 +36,7 @@ class Countermove:
             linear algebra; what is told apart is matched without decoys.
         soft_labels: whether clients train on mixtures of labels, so that unknown ones are searched as such.
         decode: attacks that turn guesses of what the network saw into private images, one after the other; each is
-            the text of a `gradveil.attacks.base.Decoder`.
+            the text of a `gradveil.attacks.decoder.Decoder`.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None

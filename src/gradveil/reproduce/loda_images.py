@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Decoder
+from gradveil.attacks.decoder import Decoder
 from gradveil.attacks.encodings import Encodings
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.stationarity import Stationarity

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks import Attack, build_attack
-from gradveil.attacks.parts.adaptive import countermoves
+from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.data import load_dataset
 from gradveil.defences import build_defence
 from gradveil.engines.devices import defended

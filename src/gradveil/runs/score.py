@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.attacks.parts.adaptive import countermoves
+from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.attacks.parts.local_training import Replay, replay_of
 from gradveil.audits.cells import check
 from gradveil.audits.plan import Cell, finite

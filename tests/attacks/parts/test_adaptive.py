@@ -6,7 +6,8 @@ import torch
 
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
-from gradveil.attacks.parts.adaptive import ROUGHNESS, countermoves
+from gradveil.attacks.parts.adaptive import ROUGHNESS
+from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.search import Priors, Search, SearchStep
 from gradveil.defences import Countermove, Defence, build_defence

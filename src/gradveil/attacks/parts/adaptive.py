@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from gradveil.attacks.parts.countermoves import countermove, countermoves
 from gradveil.attacks.parts.search import Priors, Search
 from gradveil.attacks.parts.separation import KEEP, PROJECT, Told, projected, stacked, told_apart
-from gradveil.defences.countermove import Arrived, Countermove
-from gradveil.errors import UnknownNameError
+from gradveil.defences.countermove import Countermove
 from gradveil.models.base import normalisation_of
-from gradveil.threat import Knowledge, Observation
+from gradveil.threat import Observation
 from gradveil.types import Tensors
 
 ROUGHNESS = 0.2
@@ -19,35 +19,6 @@ ROUGHNESS = 0.2
 
 Three times the mean of MNIST (0.067) and CIFAR-10 (0.057): the likeliest picture under the mean itself is too smooth.
 """
-
-
-def countermoves(seen: Observation) -> Mapping[str, Countermove]:
-    """What the defence's own file says of how to look at what it leaves; empty where the defence is not known."""
-    if not seen.knows(Knowledge.DEFENCE):
-        return {}
-    batch = seen.num_examples if seen.single_step else seen.local_steps.releases(seen.num_examples).batch_size
-    secret = (Knowledge.PRIVATE_STATE, Knowledge.KEY, Knowledge.LOCK)
-    return seen.defence.adaptive(
-        Arrived(
-            seen.mean_gradients,
-            seen.step_lengths,
-            batch,
-            seen.public,
-            seen.network,
-            seen.private_state if any(map(seen.knows, secret)) else (),
-            seen.private_changes if seen.knows(Knowledge.LOCK) else (),
-        )
-    )
-
-
-def countermove(seen: Observation, choice: str = "") -> Countermove | None:
-    """The countermove of that name; "" is the first, ``none`` none. None where there is nothing to know."""
-    moves = countermoves(seen)
-    if not moves or choice == "none":
-        return None
-    if choice and choice not in moves:
-        raise UnknownNameError(f"countermove to {seen.defence.spec}", choice, moves)
-    return moves[choice] if choice else next(iter(moves.values()))
 
 
 class Answer(NamedTuple):
