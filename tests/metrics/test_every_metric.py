@@ -17,7 +17,7 @@ import gradveil.metrics
 from gradveil.errors import ConfigError, MissingDataError
 from gradveil.metrics import Metric, MetricUnavailable
 
-HELPERS = {"base", "labels", "lpips", "matching", "scores"}
+HELPERS = {"base", "labels", "lpips", "matching", "roc", "scores"}
 
 
 def found():
