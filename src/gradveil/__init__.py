@@ -1,16 +1,49 @@
-"""gradveil: train federated models, see what their shared updates leak, and stop it."""
+"""gradveil: train federated models, see what their shared updates leak, and stop it.
 
-from gradveil.attacks import Attack, build_attack
-from gradveil.config import TrainSettings
-from gradveil.data import Dataset, load_dataset
-from gradveil.defences import Chain, Client, Defence, Server, build_defence
-from gradveil.engines.simulation import Simulation
-from gradveil.federated.protocol import LocalSettings
-from gradveil.models import create_model
-from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
-from gradveil.threat.observe import observe
-from gradveil.threat.received import received
-from gradveil.types import Batch, Update
+Nothing is imported before its first use, so ``import gradveil`` takes no time.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradveil.attacks import Attack, build_attack
+    from gradveil.config import TrainSettings
+    from gradveil.data import Dataset, load_dataset
+    from gradveil.defences import Chain, Client, Defence, Server, build_defence
+    from gradveil.engines.simulation import Simulation
+    from gradveil.federated.protocol import LocalSettings
+    from gradveil.models import create_model
+    from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
+    from gradveil.threat.observe import observe
+    from gradveil.threat.received import received
+    from gradveil.types import Batch, Update
+
+_PLACES = {
+    "Attack": "attacks",
+    "Batch": "types",
+    "Chain": "defences",
+    "Client": "defences",
+    "Dataset": "data",
+    "Defence": "defences",
+    "Knowledge": "threat",
+    "LocalSettings": "federated.protocol",
+    "Observation": "threat",
+    "Reconstruction": "threat",
+    "Server": "defences",
+    "Simulation": "engines.simulation",
+    "ThreatModel": "threat",
+    "TrainSettings": "config",
+    "Update": "types",
+    "build_attack": "attacks",
+    "build_defence": "defences",
+    "create_model": "models",
+    "load_dataset": "data",
+    "observe": "threat.observe",
+    "received": "threat.received",
+}
+"""The module below gradveil that each public name lives in."""
 
 __all__ = [
     "Attack",
@@ -35,3 +68,16 @@ __all__ = [
     "observe",
     "received",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _PLACES:
+        value = globals()[name] = getattr(import_module(f"gradveil.{_PLACES[name]}"), name)
+        return value
+    if not name.startswith("_") and find_spec(f"gradveil.{name}"):
+        return import_module(f"gradveil.{name}")
+    raise AttributeError(f"module 'gradveil' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

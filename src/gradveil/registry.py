@@ -10,17 +10,18 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import pkgutil
 import re
 import sys
 import types
 import typing
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.catalogue import FOLDERS as FOLDERS  # users look for it here
+from gradveil.catalogue import catalogue, kebab
+from gradveil.errors import ConfigError, GradveilError, UnknownNameError
+from gradveil.source import module_path
 from gradveil.validate import is_file
 
 
@@ -39,7 +40,7 @@ class Component:
     def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401 - passed through untouched
         super().__init_subclass__(**kwargs)
         if "name" not in cls.__dict__:
-            cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
+            cls.name = kebab(cls.__name__)
 
     @property
     def spec(self) -> str:
@@ -56,36 +57,49 @@ class Component:
 
 C = TypeVar("C", bound=Component)
 
-FOLDERS: Mapping[str, str] = {
-    "datasets": "gradveil.data:NamedSet",
-    "partitions": "gradveil.data:Partition",
-    "models": "gradveil.models:Model",
-    "generators": "gradveil.generators:Generator",
-    "defences": "gradveil.defences:Defence",
-    "attacks": "gradveil.attacks:AnyAttack",
-    "metrics": "gradveil.metrics:Metric",
-}
-"""Where each kind of component lives: the package, and the base class exported by it."""
+
+def names(kind: str) -> list[str]:
+    """Return the names of all components of a kind, without importing them."""
+    return list(catalogue(kind).entries)
 
 
 def components(kind: str) -> dict[str, type[Component]]:
-    """All components of a kind by name: every concrete subclass of the base in any file of the kind's folder."""
-    package_name, base_name = FOLDERS[kind].split(":")
-    package = importlib.import_module(package_name)
-    base = getattr(package, base_name)
-    return dict(sorted(_scan(package, base).items()))
+    """Import all components of a kind, by name: every concrete subclass of the base in any file of the kind's folder.
+
+    Raises:
+        ConfigError: a file of the folder can't be imported.
+    """
+    for broken in catalogue(kind).broken:
+        raise ConfigError(f"{broken.path} can't be imported: {broken.error}. Correct that file.")
+    return {name: find(kind, name) for name in names(kind)}
 
 
-@cache
-def _scan(package: types.ModuleType, base: type[Component]) -> dict[str, type[Component]]:
-    found: dict[str, type[Component]] = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        for item in vars(module).values():
-            own = inspect.isclass(item) and issubclass(item, base) and item.__module__ == module.__name__
-            if own and item is not base and not inspect.isabstract(item):
-                found[item.name] = item
+def find(kind: str, name: str) -> type[Component]:
+    """Import the component of a kind that has this name, and no other.
+
+    Raises:
+        UnknownNameError: no component has this name.
+        ConfigError: its file can't be imported; the message names it.
+    """
+    known = catalogue(kind)
+    for broken in known.broken:
+        if name in broken.names and name not in known.entries:
+            raise _unusable(kind, name, broken.path, broken.error)
+    if name not in known.entries:
+        raise UnknownNameError(kind.removesuffix("s"), name, known.entries)
+    source = known.entries[name].source
+    try:
+        found: type[Component] = getattr(importlib.import_module(source.module), source.name)
+    except GradveilError:
+        raise
+    except Exception as error:
+        raise _unusable(kind, name, module_path(source.module), f"{type(error).__name__}: {error}") from error
     return found
+
+
+def _unusable(kind: str, name: str, path: Path, error: str) -> ConfigError:
+    kind = kind.removesuffix("s")
+    return ConfigError(f"The file of {kind} {name!r}, {path}, can't be imported: {error}. Correct it, or take another.")
 
 
 def split_specs(text: str) -> list[str]:
@@ -132,9 +146,7 @@ def build(base: type[C], spec: str) -> C:
     """Build a component from its text; unknown names and settings, and values of the wrong type, are errors."""
     name, settings = parse_spec(spec)
     kind = base.kind.removesuffix("s")
-    cls = load_own(name) if ".py:" in name else components(base.kind).get(name)
-    if cls is None:
-        raise UnknownNameError(kind, name, components(base.kind))
+    cls = load_own(name) if ".py:" in name else find(base.kind, name)
     if not (inspect.isclass(cls) and issubclass(cls, base)):
         raise ConfigError(f"{name!r} must be a subclass of gradveil's {base.__name__} to serve as {kind}, got {cls!r}.")
     return cls(**convert(cls, settings, owner=f"{kind} {name!r}"))

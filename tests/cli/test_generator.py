@@ -46,7 +46,7 @@ def test_an_audit_refuses_targets_that_the_generator_has_seen(gradveil, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--out", "g.safetensors"), "got no --dataset"),
+        (("--out", "g.safetensors"), "Add --dataset"),
         (("--out", "g.safetensors", "--dataset", "mnist-5"), "Did you mean 'mnist-5k'"),
         (("--out", "g.pt", "--dataset", "mnist-5k"), "ends in .safetensors"),
         (("--out", "g.safetensors", "--dataset", "mnist-5k", "--steps", "x"), "steps"),

@@ -1,22 +1,21 @@
 """The command line. stdout carries results (with --json exactly one document), stderr progress and warnings.
 
-Exit codes: 0 done, 1 failed on the way, 2 bad usage or bad input.
+Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input. Nothing heavy is imported here: each command
+imports what it needs when it runs.
 """
 
 import sys
 
 import typer
-from rich.console import Console
 
-from gradveil.audits.settings import AuditSettings
 from gradveil.cli.attack import attack_command
+from gradveil.cli.data import data_app
 from gradveil.cli.generator import train_generator_command
-from gradveil.cli.lists import data_app, describe, list_components
-from gradveil.cli.runs import audit_command, report_command, reproduce_command, train_command, with_options
+from gradveil.cli.lists import describe, list_components
+from gradveil.cli.options import with_options
+from gradveil.cli.runs import audit_command, report_command, reproduce_command, train_command
 from gradveil.cli.score import score_command
-from gradveil.config import TrainSettings
 from gradveil.errors import ConfigError, GradveilError, TrainingError, UnknownNameError
-from gradveil.generators.training import GeneratorSettings
 
 app = typer.Typer(
     add_completion=False,
@@ -26,21 +25,23 @@ app = typer.Typer(
 )
 app.command("list")(list_components)
 app.command("describe")(describe)
-app.command("train")(with_options(train_command, TrainSettings))
+app.command("train")(with_options(train_command, "gradveil.config:TrainSettings"))
 app.command("attack")(attack_command)
-app.command("audit")(with_options(audit_command, AuditSettings))
-app.command("train-generator")(with_options(train_generator_command, GeneratorSettings, "File of the weights."))
+app.command("audit")(with_options(audit_command, "gradveil.audits.settings:AuditSettings"))
+app.command("train-generator")(
+    with_options(train_generator_command, "gradveil.generators.training:GeneratorSettings", "File for the weights.")
+)
 app.command("score")(score_command)
 app.command("report")(report_command)
 app.command("reproduce")(reproduce_command)
 app.add_typer(data_app, name="data")
 
 INTERRUPTED = 130
-"""What typer makes of Ctrl-C."""
+"""The exit code that typer gives Ctrl-C."""
 
 
 def main() -> None:
-    """Entry point: errors that gradveil raises on purpose become one line and an exit code."""
+    """Run the command line; errors that gradveil raises on purpose become one line and an exit code."""
     try:
         app()
     except TrainingError as error:
@@ -56,6 +57,8 @@ def main() -> None:
 
 
 def _fail(error: GradveilError, code: int) -> None:
+    from rich.console import Console
+
     kind = ConfigError if isinstance(error, UnknownNameError) else type(error)
     Console(stderr=True, soft_wrap=True).print(f"{kind.__name__}: {error}", style="red", markup=False, highlight=False)
     sys.exit(code)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from gradveil.cli.display import Json, bar, figure, print_json, show
 from gradveil.progress import listening
@@ -26,6 +25,8 @@ def attack_command(
     as_json: Json = False,
 ) -> None:
     """Rebuild private images from updates that any framework saved; the folder OUT gets pictures and rows."""
+    from rich.table import Table
+
     from gradveil.runs.attack import attack_files
     from gradveil.runs.update_spec import read_spec
 

@@ -1,4 +1,4 @@
-"""The command line's own tools: how results, errors and progress are shown."""
+"""How the command line shows results and progress."""
 
 import json
 import sys
@@ -6,50 +6,56 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 DataRoot = Annotated[
-    Path | None, typer.Option("--data-root", help="Folder of the data sets; else GRADVEIL_DATA, else the user's cache.")
+    Path | None,
+    typer.Option("--data-root", help="Folder of the data sets (default: GRADVEIL_DATA or the cache)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 EVERY = 30.0
-"""Seconds between two lines about the progress where there is no terminal."""
+"""Seconds between two lines about the progress if stderr is no terminal."""
 
 
 def print_json(document: object) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
-def show(table: Table) -> None:
-    """A table on stdout, as wide as it needs to be where that is no terminal."""
+def show(table: "Table") -> None:
+    """Print a table on stdout, as wide as it needs to be if stdout is no terminal."""
+    from rich.console import Console
+
     for column in table.columns:
         column.overflow = "fold"
     Console(width=None if sys.stdout.isatty() else 1000, markup=False).print(table)
 
 
 def figure(value: float | None, form: str = ".4g") -> str:
-    """A number for a table; a dash where there is none."""
+    """Return a number as text for a table, or a dash for None."""
     return "-" if value is None else format(value, form)
 
 
 class Bar(Protocol):
-    """Moves a progress bar."""
+    """Function that moves a progress bar."""
 
     def __call__(self, done: float, total: float, doing: str, figures: str = "") -> None:
-        """Show how much is done of how much, what is being done, and figures so far; "" leaves the last."""
+        """Show the share done, what is being done, and figures so far; figures of "" keep those shown last."""
 
 
 @contextmanager
 def bar(unit: str) -> Iterator[Bar]:
-    """A live display on stderr, with the time left."""
+    """Show a live progress bar on stderr, with the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

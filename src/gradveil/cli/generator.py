@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 
 from gradveil.cli.display import bar, print_json
@@ -15,7 +14,7 @@ from gradveil.errors import ConfigError
 from gradveil.registry import convert
 
 SHOWN = 8
-"""Images of each class on the sheet."""
+"""Images per class on the sheet."""
 
 
 def train_generator_command(
@@ -26,11 +25,13 @@ def train_generator_command(
     as_json: bool = False,
     **options: Any,  # noqa: ANN401 - one for each field of GeneratorSettings
 ) -> None:
-    """Train a generator on public images, the prior of attack ggl; OUT gets weights, .toml settings and a .png sheet.
+    """Train a generator on public images, for attack ggl; writes weights to OUT, settings (.toml) and samples (.png).
 
-    By default on the test images of a set, for `gradveil audit` attacks training images; it refuses to attack an image
-    that the generator was trained on.
+    By default it trains on the test images of a data set, because `gradveil audit` attacks training images and refuses
+    to attack an image that the generator was trained on.
     """
+    import torch
+
     from gradveil.data import load_dataset
     from gradveil.generators.training import GeneratorSettings, train_generator
     from gradveil.report.pictures import lines_png
@@ -38,7 +39,7 @@ def train_generator_command(
 
     given = {**(read_settings(config) if config else {}), **{k: v for k, v in options.items() if v is not None}}
     if "dataset" not in given:
-        raise ConfigError("A generator needs public images, got no --dataset. See `gradveil list datasets`.")
+        raise ConfigError("A generator needs public images, got none. Add --dataset (see `gradveil list datasets`).")
     given["dataset"] = absolute_dataset(str(given["dataset"]))
     settings = GeneratorSettings(**convert(GeneratorSettings, given, owner="train-generator"))
     dataset, started = load_dataset(settings.dataset, data_root), time.perf_counter()

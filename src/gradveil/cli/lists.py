@@ -1,29 +1,30 @@
-"""The commands that look things up: list, describe, and data."""
+"""The commands that look up components: list and describe. They read the source and import no component."""
 
 import dataclasses
 import inspect
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from gradveil.cli.display import DataRoot, Json, print_json, show
-from gradveil.data import NamedSet, data_root, load_dataset, verify
-from gradveil.errors import UnknownNameError
-from gradveil.registry import FOLDERS, build, components
-
-data_app = typer.Typer(no_args_is_help=True, help="Data sets: what there is, where it lies, whether it is whole.")
+from gradveil.catalogue import FOLDERS, catalogue
+from gradveil.cli.display import Json, print_json, show
+from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.registry import find, load_own, parse_spec
+from gradveil.source import NO_DEFAULT, Unclear
 
 
 def list_components(
-    kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(FOLDERS)}; all if left out.")] = "",
+    kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(FOLDERS)}. By default all kinds.")] = "",
     as_json: Json = False,
 ) -> None:
-    """List components by kind, each with what it does."""
+    """List the components of a kind with one line about each."""
+    from rich.table import Table
+
     if kind and kind not in FOLDERS:
         raise UnknownNameError("kind", kind, FOLDERS)
-    found = {k: {name: _first_line(cls) for name, cls in components(k).items()} for k in ([kind] if kind else FOLDERS)}
+    kinds = [kind] if kind else list(FOLDERS)
+    found = {k: {name: entry.doc.split("\n")[0] for name, entry in catalogue(k).entries.items()} for k in kinds}
+    warn_of_broken(kinds)
     if as_json:
         print_json(found)
         return
@@ -34,85 +35,72 @@ def list_components(
         show(table)
 
 
-def describe(name: Annotated[str, typer.Argument(help="Name of any component.")], as_json: Json = False) -> None:
+def describe(
+    name: Annotated[str, typer.Argument(help="A component: its name, or your own as file.py:Class.")],
+    as_json: Json = False,
+) -> None:
     """Show a component's documentation and its settings with their defaults."""
-    every = {n: (kind, cls) for kind in FOLDERS for n, cls in components(kind).items()}
-    if name not in every:
-        raise UnknownNameError("component", name, every)
-    kind, cls = every[name]
-    settings = {field.name: field.default for field in dataclasses.fields(cls) if field.init}
+    name = parse_spec(name)[0]
+    kind, doc, settings = _own(name) if ".py:" in name else _ours(name)
     if as_json:
-        print_json({"name": name, "kind": kind, "doc": inspect.getdoc(cls), "settings": settings})
+        print_json({"name": name, "kind": kind, "doc": doc, "settings": settings})
         return
-    typer.echo(f"{name} ({kind.removesuffix('s')})\n\n{inspect.getdoc(cls)}\n")
+    typer.echo(f"{name} ({kind.removesuffix('s')})\n\n{doc}\n")
     if settings:
         pairs = ", ".join(f"{key}={value}" for key, value in settings.items())
         typer.echo(f"Settings and defaults: {pairs}")
 
 
-def _first_line(cls: type) -> str:
-    return (inspect.getdoc(cls) or "").splitlines()[0]
+def warn_of_broken(kinds: list[str]) -> None:
+    """Name on stderr each file that can't be imported."""
+    broken = {file.path: file.error for kind in kinds for file in catalogue(kind).broken}
+    for path, error in broken.items():
+        typer.echo(f"Warning: {path} is left out, because it can't be imported: {error}.", err=True)
 
 
-@data_app.command("list")
-def list_data(root: DataRoot = None, as_json: Json = False) -> None:
-    """List the named data sets and whether their files are there."""
-    place = data_root(root)
-    rows = []
-    for name, cls in components("datasets").items():
-        files = build(NamedSet, name).expected(place)
-        there = sum(file.path.exists() for file in files)
-        state = "there" if there == len(files) else "partly there" if there else "missing"
-        rows.append({"name": name, "state": state, "what": _first_line(cls)})
-    if as_json:
-        print_json({"root": str(place), "datasets": rows})
-        return
-    table = Table("name", "state", "what it is", title=f"data root: {place}", title_justify="left")
-    for row in rows:
-        table.add_row(*row.values())
-    show(table)
+def _ours(name: str) -> tuple[str, str, dict[str, Any]]:
+    """Return kind, documentation and settings of a component of the package, from its source."""
+    every = {n: entry for kind in FOLDERS for n, entry in catalogue(kind).entries.items()}
+    if name not in every:
+        for kind in FOLDERS:
+            if any(name in file.names for file in catalogue(kind).broken):
+                find(kind, name)  # raises an error that names the file
+        warn_of_broken(list(FOLDERS))
+        raise UnknownNameError("component", name, every)
+    entry = every[name]
+    try:
+        settings = entry.settings
+    except Unclear:
+        settings = _settings(find(entry.kind, name))
+    return entry.kind, inspect.cleandoc(entry.doc), _told(settings)
 
 
-@data_app.command("path")
-def data_path(root: DataRoot = None) -> None:
-    """Print the folder where data sets are looked for."""
-    typer.echo(data_root(root))
+def _own(reference: str) -> tuple[str, str, dict[str, Any]]:
+    """Return kind, documentation and settings of the user's own component or model factory ``file.py:Name``."""
+    found = load_own(reference)
+    if not callable(found):
+        raise ConfigError(f"{reference!r} must be a component or a function that returns a model, got {found!r}.")
+    doc = inspect.getdoc(found) or "It has no documentation."
+    if dataclasses.is_dataclass(found) and getattr(found, "kind", "") in FOLDERS:
+        return str(found.kind), doc, _told(_settings(found))  # type: ignore[union-attr]
+    offered = {"shape", "num_classes"}  # by `create_model`
+    parameters = [p for p in inspect.signature(found).parameters.values() if p.name not in offered]
+    defaults = {p.name: NO_DEFAULT if p.default is p.empty else p.default for p in parameters}
+    return "models", doc, _told(defaults)
 
 
-@data_app.command("verify")
-def verify_data(
-    name: Annotated[str, typer.Argument(help="A named set, a .npz file or a folder; all named sets if left out.")] = "",
-    root: DataRoot = None,
-    as_json: Json = False,
-) -> None:
-    """Check the files of a data set: checksums where the authors publish them, structure elsewhere.
-
-    Exit code 2 where a file is corrupt, or where nothing of the named set is there.
-    """
-    place = data_root(root)
-    if name and name not in components("datasets") and ("." in name or "/" in name):
-        dataset = load_dataset(name, place)
-        rows = [{"dataset": name, "file": name, "status": "ok", "detail": f"{len(dataset.train)} training images"}]
-    else:
-        names = [name] if name else list(components("datasets"))
-        rows = [
-            {"dataset": n, "file": _below(finding.file, place), "status": finding.status, "detail": finding.detail}
-            for n in names
-            for finding in verify(build(NamedSet, n), place)
-        ]
-    if as_json:
-        print_json({"root": str(place), "files": rows})
-    else:
-        table = Table("data set", "file", "status", "detail", title=f"data root: {place}", title_justify="left")
-        for column in table.columns:
-            column.overflow = "fold"
-        for row in rows:
-            table.add_row(*row.values())
-        show(table)
-    states = {row["status"] for row in rows}
-    if "corrupt" in states or (name and states == {"missing"}):
-        raise typer.Exit(2)
+def _settings(cls: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    return {field.name: NO_DEFAULT if field.default is dataclasses.MISSING else field.default for field in fields}
 
 
-def _below(path: Path, root: Path) -> str:
-    return str(path.relative_to(root) if path.is_relative_to(root) else path)
+def _told(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as JSON can hold them."""
+    return {
+        key: value if isinstance(value, (bool, int, float, str, tuple, type(None))) else _word(value)
+        for key, value in settings.items()
+    }
+
+
+def _word(value: object) -> str:
+    return "needed" if value is NO_DEFAULT else str(value)

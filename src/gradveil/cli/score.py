@@ -5,7 +5,6 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from gradveil.cli.display import DataRoot, Json, bar, figure, print_json, show
 
@@ -27,6 +26,8 @@ def score_command(
 
     To first order, by attackers who know the defence, the label and how much pixels vary, and nothing else of images.
     """
+    from rich.table import Table
+
     from gradveil.audits.settings import make_audit_settings
     from gradveil.runs.score import score, summarise_scores
 

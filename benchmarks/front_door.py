@@ -1,0 +1,45 @@
+"""CPU seconds of the commands that only look something up, and whether they import something heavy.
+
+Run it with ``python benchmarks/front_door.py``. Each command runs in a process of its own; the least of ``--repeats``
+counts, since the first run may have to compile the modules.
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+
+HEAVY = ("torch", "matplotlib", "cma", "opacus", "scipy", "numpy")
+COMMANDS = ("--help", "list", "list attacks", "describe soteria", "train --help", "audit --help")
+CODE = """
+import sys
+from gradveil.cli import main
+sys.argv = ["gradveil", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print(*sorted(set(sys.modules) & {heavy!r}), file=sys.stderr)
+"""
+
+
+def run(command: str) -> tuple[float, str]:
+    """Return the CPU seconds of a command, and the heavy modules that it imported."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = CODE.replace("{heavy!r}", repr(set(HEAVY)))
+    ended = subprocess.run([sys.executable, "-c", code, *command.split()], check=True, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, ended.stderr.strip()
+
+
+def main() -> None:
+    """Print a line per command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    repeats = parser.parse_args().repeats
+    for command in COMMANDS:
+        seconds, imported = min(run(command) for _ in range(repeats))
+        print(f"gradveil {command:<18} {seconds:5.2f} s of CPU   heavy imports: {imported or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

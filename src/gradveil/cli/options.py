@@ -1,0 +1,110 @@
+"""Options of a command, one for each field of a settings class, read from its source so that nothing is imported."""
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradveil.cli.display import DataRoot, Json
+from gradveil.config import read_settings
+from gradveil.errors import ConfigError, RunFolderError
+from gradveil.source import ClassSource, Field, Unclear
+
+NEW = " By default a new folder below runs, named by the time."
+Workers = Annotated[
+    int | None, typer.Option(help="Worker processes; 0 uses this process only. The number never changes results.")
+]
+Seed = Annotated[int, typer.Option(help="Every random draw comes from this seed.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
+
+
+def with_options(
+    command: Callable[..., None], settings: str, out: str = "Folder for the results of the run."
+) -> Callable[..., None]:
+    """Return the command with an option for each field of a settings class, in addition to its own options.
+
+    Args:
+        command: takes the fields as keyword arguments, None if an option is not given.
+        settings: the class, as ``module:Class``.
+        out: the help text of --out.
+    """
+    optional = inspect.signature(command).parameters["out"].default is None
+    own = {
+        "out": Annotated[Path | None if optional else Path, typer.Option(help=out + NEW if optional else out)],
+        "config": Annotated[Path | None, typer.Option(help="TOML file with the same settings; options override it.")],
+        "resume": Annotated[bool, typer.Option("--resume", help="Continue the run in OUT, with its settings.")],
+        "workers": Workers,
+        "data_root": DataRoot,
+        "as_json": Json,
+    }
+    parameters = [
+        parameter.replace(annotation=own[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+        if name in own
+    ]
+    parameters += map(_option, fields_of(settings))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def fields_of(settings: str) -> list[Field]:
+    """Return the fields of a settings class ``module:Class``; its module is imported only if its source is unclear."""
+    module, _, name = settings.partition(":")
+    try:
+        return ClassSource(module, name).fields()
+    except Unclear:
+        fields = dataclasses.fields(getattr(import_module(module), name))
+        return [Field(field.name, field.default, field.metadata["help"]) for field in fields]
+
+
+def _option(field: Field) -> inspect.Parameter:
+    """Return the option of one field."""
+    option, flag = f"--{field.name.replace('_', '-')}", isinstance(field.default, bool)
+    kind: Any = bool if flag else str
+    declared = typer.Option(
+        f"{option}/--no-{option[2:]}" if flag else option,
+        help=f"{field.help} (default: {_default(field.default)})",
+        metavar=None if flag else _metavar(field.default),
+    )
+    annotation = Annotated[kind | None, declared]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _metavar(value: object) -> str:
+    """Return the kind of value that an option takes, by its default."""
+    return {int: "INTEGER", float: "NUMBER", tuple: "LIST"}.get(type(value), "TEXT")
+
+
+def _default(value: object) -> object:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value == "" else value
+
+
+def fresh_folder(resume: bool) -> Path:
+    """Return a new folder for an audit that was not given one."""
+    if resume:
+        raise ConfigError("--resume continues a run, got no folder. Add --out with the folder of that run.")
+    return Path("runs") / f"audit-{datetime.now():%Y%m%d-%H%M%S-%f}"
+
+
+def given_settings(
+    kind: str, options: Mapping[str, Any], config: Path | None, out: Path, resume: bool
+) -> dict[str, Any]:
+    """Return the settings of a run: those it was started with, those of --config, then the options; later ones win."""
+    given = {key: value for key, value in options.items() if value is not None}
+    saved = read_settings(out / "settings.toml") if resume and os.path.exists(out / "settings.toml") else {}
+    if resume and not (saved or given or config):
+        raise ConfigError(f"--resume alone needs a run in {out}, got none there. Check --out, or give the settings.")
+    if saved and ("kind" in saved) != (kind == "audit"):
+        raise RunFolderError(
+            f"{out} must hold a run of gradveil {kind} to continue, got another kind of run. Choose another --out."
+        )
+    return {**saved, **(read_settings(config) if config else {}), **given}
