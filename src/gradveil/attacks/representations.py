@@ -11,10 +11,11 @@ from gradveil.attacks.base import Attack
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.optimisers import BatchedAdam, Closure
 from gradveil.attacks.parts.priors import total_variation
-from gradveil.attacks.parts.representations import ROWS, class_representations, inputs_of, linear_chain
+from gradveil.attacks.parts.representations import ROWS, class_representations, linear_chain
 from gradveil.attacks.parts.starts import begin
 from gradveil.errors import UnknownNameError
 from gradveil.networks.space import Space
+from gradveil.networks.watch import inputs_of
 from gradveil.progress import part, tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of

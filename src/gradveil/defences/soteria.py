@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from gradveil.defences.parts.certificate import certificate
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.networks.grads import jacobian_row_norms, layer_inputs
 from gradveil.networks.layers import few_channels
+from gradveil.networks.watch import LayerCall, watch
 from gradveil.randomness import global_stream
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
@@ -246,25 +247,24 @@ def _training_pass(network: nn.Module, names: Sequence[str], batch: Batch) -> li
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
     statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
 
-    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            calls[name].append((inputs[0].detach().clone(), output))
-            return output.clone()  # what follows may change it in place
+    def keep(call: LayerCall) -> Tensor:
+        calls[call.name].append((call.inputs[0].detach().clone(), call.output))
+        output: Tensor = call.output.clone()  # the next layer may change it in place
+        return output
 
-        return record
+    mixing = {
+        name: layer
+        for name, layer in network.named_modules()
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+    }
 
-    def measure(layer: _BatchNorm, inputs: tuple[Tensor, ...]) -> None:
-        rest = [axis for axis in range(inputs[0].dim()) if axis != 1]
-        variance, mean = torch.var_mean(inputs[0].detach(), rest, correction=0)
-        statistics[layer] = mean, variance
+    def measure(call: LayerCall) -> None:
+        rest = [axis for axis in range(call.inputs[0].dim()) if axis != 1]
+        variance, mean = torch.var_mean(call.inputs[0].detach(), rest, correction=0)
+        statistics[mixing[call.name]] = mean, variance
 
-    mixing = [m for m in network.modules() if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
-    handles = [network.get_submodule(name).register_forward_hook(recorder(name)) for name in names]
-    handles += [layer.register_forward_pre_hook(measure) for layer in mixing]
-    with torch.enable_grad():
+    with watch(network, names, after=keep), watch(network, mixing, before=measure), torch.enable_grad():
         loss = F.cross_entropy(network(batch.images), batch.labels)
-    for handle in handles:
-        handle.remove()
     looks = [_look(network, name, calls[name], loss) for name in names]
     _freeze(network, statistics)
     return looks

@@ -63,6 +63,7 @@ from torch import Tensor, nn
 from gradveil.attacks.base import Attack, Scene
 from gradveil.defences.base import Client
 from gradveil.errors import TripwireError
+from gradveil.networks.watch import LayerCall, watch
 from gradveil.types import Batch
 
 FEWEST_ROWS = 3
@@ -243,19 +244,15 @@ def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
     met: dict[str, tuple[Tensor | None, Tensor]] = {}
 
-    def watch(name: str, layer: nn.Linear | nn.Conv2d) -> None:
-        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if output.numel() != len(batch) * len(layer.weight):
-                return output  # many places of an image: nothing is kept, and no graph is begun
-            leaf = output.requires_grad_()
-            met[name] = (_seen_once(layer, inputs[0].detach(), leaf), leaf)
-            return leaf.clone()  # an activation may work in place
+    def keep(call: LayerCall) -> Tensor | None:
+        layer = layers[call.name]
+        if call.output.numel() != len(batch) * len(layer.weight):
+            return None  # many places of an image: nothing is kept, and no graph is begun
+        leaf: Tensor = call.output.requires_grad_()
+        met[call.name] = (_seen_once(layer, call.inputs[0].detach(), leaf), leaf)
+        return leaf.clone()  # an activation may work in place
 
-        layer.register_forward_hook(record)
-
-    for name, layer in layers.items():
-        watch(name, layer)
-    with torch.enable_grad():
+    with watch(model, layers, after=keep), torch.enable_grad():
         result = model(batch.images).requires_grad_()
         loss = F.cross_entropy(result, batch.labels, reduction="sum")
     last = next((name for name, (_, output) in reversed(met.items()) if _is_result(output, result)), None)

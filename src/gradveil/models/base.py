@@ -180,6 +180,13 @@ def normalisation_of(network: nn.Module) -> Normalisation | None:
     return hooks[0].normalisation if hooks else None
 
 
+def move_input_hooks(network: nn.Module, whole: nn.Module) -> None:
+    """Let ``whole``, which has ``network`` inside, do what the network did to its input: its normalisation."""
+    for hook in network._forward_pre_hooks.values():
+        whole.register_forward_pre_hook(hook)
+    network._forward_pre_hooks.clear()
+
+
 @dataclass(frozen=True)
 class _NormaliseInput:
     """Forward pre-hook: parameter names stay those of the plain network, so anyone's weights load."""

@@ -8,6 +8,8 @@ import torch.fx
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from gradveil.networks.watch import LayerCall, watch
+
 
 class _Tracer(torch.fx.Tracer):
     """Leaves layers of the user's own whole too, e.g. subclasses of nn.Conv2d."""
@@ -69,20 +71,16 @@ class Calls(NamedTuple):
 def calls_on_blank(network: nn.Module, shape: tuple[int, int, int]) -> Calls:
     """What a copy of the network, in evaluation, does with one blank image of shape (C, H, W)."""
     network = copy.deepcopy(network).eval()
-    names = {layer: name for name, layer in network.named_modules()}
     found, given = list[Call](), list[Node | None]()
 
-    def begin(layer: nn.Module, inputs: tuple[object, ...]) -> None:
-        given.append(_step(inputs[0] if inputs else None))
+    def begin(call: LayerCall) -> None:
+        given.append(_step(call.inputs[0] if call.inputs else None))
 
-    def end(layer: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        found.append(Call(names[layer], layer, given.pop(), _step(output)))
+    def end(call: LayerCall) -> None:
+        found.append(Call(call.name, call.layer, given.pop(), _step(call.output)))
 
-    for layer in names:
-        layer.register_forward_pre_hook(begin)
-        layer.register_forward_hook(end)
     like = next(network.parameters())
-    with torch.enable_grad():
+    with watch(network, before=begin, after=end), torch.enable_grad():
         blank = torch.zeros(1, *shape, device=like.device, requires_grad=True).clone()  # which may be changed in place
         return Calls(found, _step(network(blank)))
 

@@ -1,14 +1,15 @@
 """What chosen layers of a network make of images; the layers behind the last of them don't run."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.networks.watch import LayerCall, watch
 
 
 class Features:
@@ -39,10 +40,12 @@ class Features:
         """One tensor (N, ...) a layer, in the order in which they are called."""
         found: list[Tensor] = []
 
-        def show(name: str, output: Tensor) -> None:
-            found.append(output.clone() if self._copies else output)
+        def keep(call: LayerCall) -> None:
+            found.append(call.output.clone() if self._copies else call.output)
+            if call.name == self.names[-1]:
+                raise _Enough
 
-        with _watching(self.network, self.names, show, last=self.names[-1]):
+        with suppress(_Enough), watch(self.network, self.names, after=keep):
             self.network(images)
         if any(output._version for output in found):  # a layer behind changed it in place
             self._copies = True
@@ -97,30 +100,6 @@ class _Enough(Exception):  # noqa: N818 - no error
     """Raised to end a forward pass."""
 
 
-@contextmanager
-def _watching(
-    network: nn.Module, names: Sequence[str], show: Callable[[str, Tensor], None], last: str = ""
-) -> Iterator[None]:
-    """Show the outputs of layers; the pass ends after the last."""
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            show(name, output)
-            if name == last:
-                raise _Enough
-
-        return record
-
-    handles = [network.get_submodule(name).register_forward_hook(watch(name)) for name in names]
-    try:
-        yield
-    except _Enough:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _called(network: nn.Module, shape: tuple[int, int, int]) -> list[str]:
     """Names of the layers in the order in which a forward pass ends with them, each as often as it is used."""
     names: list[str] = []
@@ -128,7 +107,7 @@ def _called(network: nn.Module, shape: tuple[int, int, int]) -> list[str]:
     like = next(network.parameters(), torch.zeros(()))
     modes = {layer: layer.training for layer in network.modules()}
     try:
-        with _watching(network, inner, lambda name, _: names.append(name)), torch.no_grad():
+        with watch(network, inner, after=lambda call: names.append(call.name)), torch.no_grad():
             network.eval()(torch.zeros(1, *shape).to(like))
     finally:
         for layer, training in modes.items():

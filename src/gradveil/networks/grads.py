@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.errors import ConfigError
 from gradveil.networks.layers import layer_gradient, own_parameters, small_convolutions
+from gradveil.networks.watch import LayerCall, watch
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Takes outputs (N, classes) and labels; returns one loss an example, (N,)."""
@@ -199,23 +200,16 @@ def _run(
     calls: list[_Call] = []
     odd: list[str] = []
 
-    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if not isinstance(output, Tensor):
-                odd.append(name)  # a recurrent layer gives a tuple
-                return output
-            calls.append(_Call(name, inputs, output, output._version))
-            return output.clone() if copy else output
+    def capture(call: LayerCall) -> Tensor | None:
+        if not isinstance(call.output, Tensor):
+            odd.append(call.name)  # a recurrent layer returns a tuple
+            return None
+        calls.append(_Call(call.name, call.inputs, call.output, call.output._version))
+        return call.output.clone() if copy else None
 
-        return record
-
-    handles = [layer.register_forward_hook(recorder(name)) for name, layer in layers.items()]
-    try:
-        with torch.enable_grad(), small_convolutions(network) if images.requires_grad else nullcontext():
-            value = total(network(images))
-    finally:
-        for handle in handles:
-            handle.remove()
+    fast = small_convolutions(network) if images.requires_grad else nullcontext()
+    with watch(network, layers, after=capture), torch.enable_grad(), fast:
+        value = total(network(images))
     if odd:
         return None, ()
     if not copy and any(call.output._version != call.version for call in calls):
@@ -277,18 +271,11 @@ def layer_inputs(network: nn.Module, names: Sequence[str], images: Tensor) -> li
     """
     found: dict[str, list[Tensor]] = {name: [] for name in names}
 
-    def recorder(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            found[name].append(inputs[0].clone())  # it may be changed in place later
+    def keep(call: LayerCall) -> None:
+        found[call.name].append(call.inputs[0].clone())  # it may be changed in place later
 
-        return record
-
-    handles = [network.get_submodule(name).register_forward_pre_hook(recorder(name)) for name in found]
-    try:
+    with watch(network, found, before=keep):
         network(images)
-    finally:
-        for handle in handles:
-            handle.remove()
     for name, calls in found.items():
         if len(calls) != 1:
             raise ConfigError(f"Layer {name!r} must be used once in a forward pass, got {len(calls)} uses.")

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from gradveil.attacks.parts.representations import (
     ROWS,
     class_representations,
-    inputs_of,
     linear_chain,
     trained_classes,
 )
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset
 from gradveil.engines.simulation import Simulation
+from gradveil.networks.watch import inputs_of
 from gradveil.threat import Observation
 from gradveil.threat.received import received
 from gradveil.types import Batch

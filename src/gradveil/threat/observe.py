@@ -14,6 +14,7 @@ from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.federated.client import train_locally
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
+from gradveil.networks.watch import LayerCall, watch
 from gradveil.randomness import global_stream, stream
 from gradveil.threat import Knowledge, Observation, ThreatModel
 from gradveil.types import Batch, Tensors, Update
@@ -237,18 +238,13 @@ def _batch_statistics(
     model = copy.deepcopy(network).eval()
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def watch(name: str, layer: nn.Module) -> None:
-        def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            rest = [axis for axis in range(inputs[0].dim()) if axis != 1]
-            variance, mean = torch.var_mean(inputs[0], rest, correction=0)
-            found.setdefault(name, []).append((mean, variance))
+    def measure(call: LayerCall) -> None:
+        rest = [axis for axis in range(call.inputs[0].dim()) if axis != 1]
+        variance, mean = torch.var_mean(call.inputs[0], rest, correction=0)
+        found.setdefault(call.name, []).append((mean, variance))
 
-        layer.register_forward_pre_hook(record)
-
-    for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm):
-            watch(name, layer)
-    with torch.no_grad():
+    norms = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    with watch(model, norms, before=measure), torch.no_grad():
         for batch, own in zip(private, secrets, strict=True):
             torch.func.functional_call(model, dict(own), (batch.images,))
     return {

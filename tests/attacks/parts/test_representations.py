@@ -9,13 +9,13 @@ from torch import nn
 from gradveil.attacks.parts.representations import (
     ROWS,
     class_representations,
-    inputs_of,
     linear_chain,
     trained_classes,
 )
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
+from gradveil.networks.watch import inputs_of
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
 from gradveil.threat.received import received

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.attacks.base import Scene
-from gradveil.attacks.parts.representations import inputs_of
 from gradveil.errors import ConfigError
-from gradveil.models.base import normalisation_of
+from gradveil.models.base import move_input_hooks, normalisation_of
 from gradveil.networks.space import Space
+from gradveil.networks.watch import inputs_of
 from gradveil.threat import Observation, Reconstruction
 
 WHERE = ("inserted", "first")
@@ -60,9 +60,7 @@ class Block(nn.Module):
 def insert(network: nn.Module, block: Block) -> nn.Module:
     """The network behind a block. What it does to its input, its normalisation, now happens before the block."""
     whole = nn.Sequential(OrderedDict({INSERTED: block, "network": network})).to(next(network.parameters()))
-    for hook in network._forward_pre_hooks.values():
-        whole.register_forward_pre_hook(hook)
-    network._forward_pre_hooks.clear()
+    move_input_hooks(network, whole)
     return whole.train(network.training)
 
 

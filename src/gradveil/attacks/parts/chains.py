@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradveil.errors import ConfigError
 from gradveil.networks.space import Space
+from gradveil.networks.watch import record
 
 INVERSES: dict[type[nn.Module], Callable[[Tensor, nn.Module], Tensor]] = {
     nn.LeakyReLU: lambda out, act: torch.where(out < 0, out / act(-torch.ones_like(out)).neg(), out),
@@ -88,32 +89,19 @@ def _calls(network: nn.Module, shape: tuple[int, int, int]) -> list[Call]:
     Raises:
         ConfigError: unless these calls one after the other are all that the network does.
     """
-    calls, ends = list[Call](), list[tuple[Tensor, Tensor]]()
-
-    def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if not inputs:
-                raise _refusal(f"{type(module).__name__} ({name}), which is called without inputs")
-            calls.append((name, module, tuple(inputs[0].shape[1:]), tuple(output.shape[1:])))
-            ends.append((inputs[0], output))
-
-        return layer.register_forward_hook(record)
-
     like = next(network.parameters())
     probe = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like)
-    leaves = [(name, layer) for name, layer in network.named_modules() if not list(layer.children())]
-    handles = [watch(name, layer) for name, layer in leaves]
-    try:
-        with torch.no_grad():
-            result = network(probe)
-    finally:
-        for handle in handles:
-            handle.remove()
-    reached = Space(network, shape, like).from_pixels(probe)
-    for before, after in ends:
-        if before.numel() != reached.numel() or not torch.equal(before.flatten(), reached.flatten()):
+    leaves = [name for name, layer in network.named_modules() if not list(layer.children())]
+    with record(network, leaves) as met, torch.no_grad():
+        result = network(probe)
+    calls, reached = list[Call](), Space(network, shape, like).from_pixels(probe)
+    for name, _, layer, inputs, output in met:
+        if not inputs:
+            raise _refusal(f"{type(layer).__name__} ({name}), which is called without inputs")
+        if inputs[0].numel() != reached.numel() or not torch.equal(inputs[0].flatten(), reached.flatten()):
             raise _refusal("one whose layers do not follow each other, as in residual connections")
-        reached = after
+        calls.append((name, layer, tuple(inputs[0].shape[1:]), tuple(output.shape[1:])))
+        reached = output
     if not torch.equal(reached, result):
         raise _refusal("one that does more than its layers")
     return calls

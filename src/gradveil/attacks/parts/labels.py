@@ -5,29 +5,21 @@ non-negative features its sign reaches the last weights. All functions take a me
 targets at once: ``weight`` (T, classes, features), and ``bias`` (T, classes) where the layer has one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from gradveil.errors import ConfigError
+from gradveil.networks.watch import watch
 from gradveil.threat import Knowledge, Observation
 
 
 def last_layer(seen: Observation, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     """Weight (T, num_classes, features) and bias of the linear layer with one output a class that is called last."""
     called: list[str] = []
-
-    def watch(name: str) -> Callable[..., None]:
-        return lambda *_: called.append(name)
-
-    handles = [layer.register_forward_hook(watch(name)) for name, layer in seen.network.named_modules() if name]
-    try:
-        with torch.no_grad():
-            seen.network(torch.zeros(1, *seen.shape).to(next(iter(tensors.values()))))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watch(seen.network, after=lambda call: called.append(call.name)), torch.no_grad():
+        seen.network(torch.zeros(1, *seen.shape).to(next(iter(tensors.values()))))
     fitting = [name for name in called if f"{name}.weight" in tensors and _is_head(seen, tensors[f"{name}.weight"])]
     names = fitting or [name.removesuffix(".weight") for name, t in tensors.items() if _is_head(seen, t)]
     if not names:

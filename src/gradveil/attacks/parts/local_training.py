@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.federated.protocol import LocalSettings
 from gradveil.networks.grads import Loss, cross_entropy, example_gradients
+from gradveil.networks.watch import watch
 from gradveil.threat import Knowledge, Observation
 from gradveil.types import Tensors
 
@@ -93,21 +94,14 @@ class Replay:
         """Within, a function that gives each example's loss after a pass: cross-entropy and the penalties."""
         seen: dict[str, Tensor] = {}
 
-        def keeping(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-            return lambda layer, inputs, output: seen.__setitem__(name, output)
-
         def loss(outputs: Tensor, labels: Tensor) -> Tensor:
             total = cross_entropy(outputs, labels)
             for name, penalty in self.penalties.items():
                 total = total + penalty(seen[name])
             return total
 
-        handles = [self.network.get_submodule(name).register_forward_hook(keeping(name)) for name in self.penalties]
-        try:
+        with watch(self.network, self.penalties, after=lambda call: seen.__setitem__(call.name, call.output)):
             yield loss
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _played(self, images: Tensor, labels: Tensor, wanted: dict[str, Tensor], each_loss: Loss) -> dict[str, Tensor]:
         how = self.how or LocalSettings()
@@ -145,17 +139,9 @@ class Replay:
 @contextmanager
 def replaced_outputs(network: nn.Module, outputs: Tensors, times: int = 0) -> Iterator[None]:
     """Within, the modules that are named give these outputs; with ``times`` each row is repeated so often."""
-
-    def replacing(value: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        return lambda layer, inputs, output: value
-
     values = {name: value.repeat_interleave(times, 0) if times else value for name, value in outputs.items()}
-    handles = [network.get_submodule(name).register_forward_hook(replacing(value)) for name, value in values.items()]
-    try:
+    with watch(network, values, after=lambda call: values[call.name]):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:

@@ -8,13 +8,11 @@ of many, for T targets at once, and need neither a learning rate nor a number of
 Reference: Sun et al. 2021 (Soteria), https://arxiv.org/abs/2012.06043, Section 3.2.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
 from gradveil.errors import ConfigError
+from gradveil.networks.watch import inputs_of, record
 from gradveil.threat import Observation
 from gradveil.validate import one_of
 
@@ -173,40 +171,11 @@ def _is_head(seen: Observation, name: str) -> bool:
 
 def _calls(seen: Observation) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Every call of a layer without children, in order: its name and the shapes of its input and output."""
-    calls: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-
-    def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
-                calls.append((name, tuple(inputs[0].shape), tuple(output.shape)))
-
-        return layer.register_forward_hook(record)
-
-    leaves = [(name, layer) for name, layer in seen.network.named_modules() if name and not list(layer.children())]
-    handles = [watch(name, layer) for name, layer in leaves]
-    try:
-        with torch.no_grad():
-            seen.network(torch.zeros(1, *seen.shape).to(next(iter(seen.updates.values()))))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-@contextmanager
-def inputs_of(network: nn.Module, names: list[str]) -> Iterator[Mapping[str, Tensor]]:
-    """Within, each forward pass leaves the input of these layers in what is yielded, by name."""
-    seen: dict[str, Tensor] = {}
-
-    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
-        def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen[name] = inputs[0]
-
-        return network.get_submodule(name).register_forward_pre_hook(record)
-
-    handles = [watch(name) for name in names]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+    leaves = [name for name, layer in seen.network.named_modules() if name and not list(layer.children())]
+    with record(seen.network, leaves) as calls, torch.no_grad():
+        seen.network(torch.zeros(1, *seen.shape).to(next(iter(seen.updates.values()))))
+    return [
+        (call.name, tuple(call.inputs[0].shape), tuple(call.output.shape))
+        for call in calls
+        if call.inputs and isinstance(call.inputs[0], Tensor) and isinstance(call.output, Tensor)
+    ]

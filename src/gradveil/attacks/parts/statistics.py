@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradveil.networks.watch import inputs_of
 from gradveil.threat import Knowledge, Observation
 
 Statistics = Mapping[str, tuple[Tensor, Tensor]]
@@ -16,29 +17,18 @@ Statistics = Mapping[str, tuple[Tensor, Tensor]]
 @contextmanager
 def watched(network: nn.Module) -> Iterator[Callable[[int], Statistics]]:
     """Within, forward passes are watched; the function yields the last one's statistics for so many groups."""
-    inputs: dict[str, Tensor] = {}
+    with inputs_of(network, batch_norms(network)) as inputs:
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def record(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            inputs[name] = args[0]
+        def statistics(groups: int) -> Statistics:
+            found = {}
+            for name, tensor in inputs.items():
+                grouped = tensor.reshape(groups, -1, *tensor.shape[1:])  # (groups, B, channels, ...)
+                rest = [axis for axis in range(grouped.dim()) if axis not in (0, 2)]
+                variance, mean = torch.var_mean(grouped, rest, correction=0)
+                found[name] = (mean, variance)
+            return found
 
-        return record
-
-    def statistics(groups: int) -> Statistics:
-        found = {}
-        for name, tensor in inputs.items():
-            grouped = tensor.reshape(groups, -1, *tensor.shape[1:])  # (groups, B, channels, ...)
-            rest = [axis for axis in range(grouped.dim()) if axis not in (0, 2)]
-            variance, mean = torch.var_mean(grouped, rest, correction=0)
-            found[name] = (mean, variance)
-        return found
-
-    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in batch_norms(network).items()]
-    try:
         yield statistics
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
