@@ -1,0 +1,89 @@
+"""README and manual pages are short enough, complete, and show commands that exist."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from gradveil.cli import app
+from gradveil.registry import components
+from gradveil.runs.update_spec import UpdateSpec
+from gradveil.threat import Knowledge
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+
+
+def first_cells(page, heading=""):
+    """Return the names in the first column of a page's tables, below a heading if one is given."""
+    text = (DOCS / page).read_text()
+    part = text.split(f"## {heading}\n")[1].split("\n## ")[0] if heading else text
+    cells = re.findall(r"^\| (`.*?) \|", part, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 1100
+
+
+def test_the_page_on_attack_lists_every_key_of_the_spec():
+    assert first_cells("attack.md", "Keys of the spec file") == {field.name for field in dataclasses.fields(UpdateSpec)}
+
+
+@pytest.mark.parametrize("kind", ["defences", "attacks"])
+def test_the_tables_name_every_component(kind):
+    assert set(components(kind)) - first_cells(f"{kind}.md") == set()
+
+
+@pytest.mark.parametrize("kind", ["datasets", "models", "partitions"])
+def test_the_page_on_data_and_models_names_every_component(kind):
+    assert set(components(kind)) - set(re.findall(r"`([^`\s]+)`", (DOCS / "data-and-models.md").read_text())) == set()
+
+
+def test_the_page_on_attacks_names_all_knowledge():
+    assert first_cells("attacks.md", "What an attacker may know") == {knowledge.value for knowledge in Knowledge}
+
+
+def commands_of(text):
+    """Return the gradveil commands of a page, each as a list of words; continued lines are joined."""
+    fenced = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    rest = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    inline = [code.replace("\n", " ") for code in re.findall(r"`(gradveil [^`]+)`", rest)]
+    indented = re.findall(r"^    gradveil (?:.*\\\n)*.*$", rest, re.MULTILINE)
+    lines = [line for code in [*fenced, *inline, *indented] for line in code.replace("\\\n", " ").splitlines()]
+    joined = [re.sub(r"\s+", " ", line.strip().removeprefix("$ ")) for line in lines]
+    return [shlex.split(line, comments=True) for line in joined if re.match(r"gradveil [a-z-]+( |$)", line)]
+
+
+def wrong_words(words):
+    """Return the words of a command that the command line does not know: a command or an option."""
+    group, rest = typer.main.get_command(app), words[1:]
+    while hasattr(group, "commands") and rest:
+        name, *rest = rest
+        if name not in group.commands:
+            return [name]
+        group = group.commands[name]
+    known = {option for parameter in group.params for option in [*parameter.opts, *parameter.secondary_opts]}
+    return [word for word in rest if word.startswith("--") and word.split("=")[0] not in {*known, "--help"}]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page):
+    wrong = [(" ".join(words), wrong_words(words)) for words in commands_of(page.read_text())]
+    assert [pair for pair in wrong if pair[1]] == []
+
+
+def test_wrong_commands_are_found():
+    text = "`gradveil audit --defenses none`\n```\n$ gradveil trian \\\n  --out a\n```\n`gradveil train --out a`"
+    assert [wrong_words(words) for words in commands_of(text)] == [["trian"], ["--defenses"], []]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/attack.md"])
+def test_the_python_snippets_run(page, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    exec(compile(code, page, "exec"), {"__name__": "__main__"})  # noqa: S102 - our own documentation
+    assert capsys.readouterr().out
