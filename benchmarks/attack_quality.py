@@ -1,9 +1,9 @@
-"""Do the attacks really work? Each line of docs/results.md's attack tables is one experiment here, on real pictures.
+"""Measure how well the attacks work on real images; each line of the attack tables in docs/results.md is run here.
 
     python benchmarks/attack_quality.py --data-root DATA --only gs-lenet-dlg-mnist
     python benchmarks/attack_quality.py --data-root DATA --list
 
-An attack sees what `observe` hands it, and nothing here is chosen by the truth: it is only compared with at the end.
+An attack sees only what `observe` returns. The true images are used for nothing but the final comparison.
 """
 
 import argparse
@@ -33,16 +33,16 @@ class Experiment:
     """One line of a table.
 
     Attributes:
-        dataset: where pictures come from (its test split).
+        dataset: name of the data set, whose test images are attacked.
         model: spec of the network.
         attack: spec of the attack.
-        batch: pictures behind each update.
+        batch: number of images per update.
         knows: what the attacker knows.
-        labels: "any", or "repeated": four classes in each batch of eight.
-        how: local training; None is one gradient.
-        lr: of local training.
-        normalised: whether the network normalises its input as the data set says.
-        epochs: of training the network before it is attacked.
+        labels: "any", or "repeated" for four classes in each batch of eight.
+        how: settings of local training, or None for a single gradient.
+        lr: learning rate of local training.
+        normalised: whether the network normalises its input with the data set's mean and standard deviation.
+        epochs: epochs of training before the attack.
     """
 
     dataset: str
@@ -62,7 +62,7 @@ TWENTY, FOUR = LocalSettings(epochs=1, batch_size=4), LocalSettings(epochs=5, ba
 BEST = "gs:sign=none,schedule=cosine,lr=0.3"
 SLOW = "gs:sign=none,schedule=cosine,lr=0.1,tv=1e-3"
 EXPERIMENTS = {
-    # one picture, one gradient
+    # one image, one gradient
     "gs-mnist": Experiment("mnist", "lenet-dlg", f"{BEST},iterations=3000,tv=1e-6", normalised=True),
     "gs-mnist-published": Experiment("mnist", "lenet-dlg", "gs", normalised=True),
     "gs-mnist-dcs2": Experiment("mnist", "lenet-dlg", "gs:sign=none,boxed=false,iterations=10000", normalised=True),
@@ -95,7 +95,7 @@ EXPERIMENTS = {
     "fedavg-twenty-lenet-dlg": Experiment(
         "mnist", "lenet-dlg", f"{SLOW},iterations=1000", 20, FREE, how=TWENTY, lr=0.01
     ),
-    # BatchNorm's statistics as a prior, labels unknown
+    # BatchNorm statistics as a prior, labels unknown
     "gradinversion": Experiment(
         "cifar10",
         "convnet:width=16",
@@ -112,7 +112,7 @@ EXPERIMENTS = {
         "num-examples,batch-statistics",
         normalised=True,
     ),
-    # how attacks weaken: default initialisation, ReLU, training
+    # what weakens attacks: default initialisation, ReLU, training
     "weaker-sigmoid-default": Experiment(
         "mnist", "lenet-dlg:init=default", f"{BEST},iterations=3000,tv=1e-6", normalised=True
     ),
@@ -130,17 +130,17 @@ EXPERIMENTS = {
 
 
 def main() -> None:
-    """Run the experiments that are asked for and print a line of Markdown for each."""
+    """Run the selected experiments and print one line of a Markdown table for each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data-root", type=Path, default=None)
-    parser.add_argument("--only", default="", help="names, separated by commas; a name's beginning will do")
+    parser.add_argument("--only", default="", help="names separated by commas; the beginning of a name is enough")
     parser.add_argument("--targets", type=int, default=32)
-    parser.add_argument("--attack", default="", help="another attack in place of the table's")
-    parser.add_argument("--model", default="", help="another model in place of the table's")
+    parser.add_argument("--attack", default="", help="attack to run instead of each experiment's own")
+    parser.add_argument("--model", default="", help="model to attack instead of each experiment's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--labels", action="store_true", help="only how many labels each rule recovers")
+    parser.add_argument("--labels", action="store_true", help="only measure how many labels each rule recovers")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -151,7 +151,7 @@ def main() -> None:
     if options.list:
         print("\n".join(f"{name}: {EXPERIMENTS[name]}" for name in wanted))
         return
-    print("| experiment | mean PSNR | least | most | SSIM | MSE < 1e-3 | labels right | class average | seconds |")
+    print("| experiment | mean PSNR | lowest | highest | SSIM | MSE < 1e-3 | labels right | class average | seconds |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in wanted:
         setting = EXPERIMENTS[name]
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def line(name: str, setting: Experiment, root: Path | None, targets: int, seed: int) -> str:
-    """Run one experiment."""
+    """Run one experiment, and return its line of the table."""
     data = load_dataset(setting.dataset, root)
     normalisation = Normalisation(data.mean, data.std) if setting.normalised else None
     network = create_model(setting.model, data.shape, data.num_classes, seed, normalisation)
@@ -199,7 +199,7 @@ def line(name: str, setting: Experiment, root: Path | None, targets: int, seed: 
 
 
 def label_table(root: Path | None, targets: int, seed: int) -> None:
-    """How many labels each rule recovers, on MNIST, for networks untrained and trained."""
+    """Print the share of labels that each rule recovers on MNIST, for untrained and trained networks."""
     data = load_dataset("mnist", root)
     print(
         "| network | training | idlg, 1 image | distinct, 4 | counted, 4 | counted, 32 | counted, 5 local steps of 4 |"
@@ -227,7 +227,7 @@ def label_table(root: Path | None, targets: int, seed: int) -> None:
 def recovered(
     network: nn.Module, data: Dataset, targets: int, seed: int, batch: int, rule: str, how: LocalSettings | None
 ) -> float:
-    """The share of labels that a rule recovers."""
+    """Return the share of labels that a rule recovers."""
     private = choose(data, targets, batch, "any", seed)
     grants = ThreatModel.of("num-examples", "local-steps")
     seen = observe(network.eval(), private, threat=grants, num_classes=data.num_classes, how=how, lr=0.01, seed=seed)
@@ -243,7 +243,7 @@ def recovered(
 
 
 def choose(data: Dataset, targets: int, batch: int, labels: str, seed: int) -> list[Batch]:
-    """Batches of test pictures, drawn by the seed."""
+    """Draw batches of test images by the seed."""
     rng = torch.Generator().manual_seed(seed)
     images, classes = torch.from_numpy(data.test.images), torch.from_numpy(data.test.labels)
     order = torch.randperm(len(images), generator=rng)
@@ -261,13 +261,13 @@ def choose(data: Dataset, targets: int, batch: int, labels: str, seed: int) -> l
 
 
 def averages(data: Dataset) -> Tensor:
-    """The mean training picture of each class."""
+    """Return the mean training image of each class."""
     images, labels = torch.from_numpy(data.train.images), torch.from_numpy(data.train.labels)
     return torch.stack([images[labels == kind].float().mean(0) / 255 for kind in range(data.num_classes)])
 
 
 def train(network: nn.Module, data: Dataset, epochs: int, seed: int) -> None:
-    """Train the network as any server would have by then: Adam, batches of 64."""
+    """Train the network in place, with Adam and batches of 64."""
     rng = torch.Generator().manual_seed(seed)
     images, labels = torch.from_numpy(data.train.images), torch.from_numpy(data.train.labels).long()
     optimiser = torch.optim.Adam(network.parameters(), 1e-3)

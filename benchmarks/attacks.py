@@ -1,19 +1,20 @@
-"""Milliseconds a step and target: gradveil's gradient inversion `gs` and breaching's, on the same work, in one run.
+"""Compare the gradient inversion of gradveil (`gs`) and of breaching: milliseconds per step and target, in one run.
 
-lenet-dlg on 3x32x32 images of 10 classes (digits of mnist-5k, padded), one image a target, its label known. Both search
-with the published settings of GS: cosine distance, the sign of the gradient into Adam at 0.1, times 0.1 at 3/8, 5/8 and
-7/8 of the steps, guesses kept in the box, total variation 1e-4, one start from N(0, 1). breaching takes one target
-after the other; gradveil takes them together.
+The network is lenet-dlg on 3x32x32 images of 10 classes (padded digits of mnist-5k), one image per target, label known.
+Both use the published settings of GS: cosine distance, Adam on the sign of the gradient with learning rate 0.1, times
+0.1 at 3/8, 5/8 and 7/8 of the steps, pixels clamped to their range, total variation 1e-4, one start from N(0, 1).
+breaching attacks one target after the other; gradveil attacks all targets together.
 
-All run in one process, taken in turns, so that a noisy machine is noisy to all. The time of a step is the difference of
-a long and a short run by their difference in steps, so that start-up is no part of it; what compiling costs is measured
-apart. Reported: medians over the rounds, and from the same run the machine's peak in matrix products, the operators
-that take the time, the losses that both reach from the same start, and with `--grow` time and memory of 1,024 targets.
+All contenders take turns in one process, so that other load on the machine affects all of them alike. The time of a
+step is the time of a long run minus that of a short run, divided by the difference in steps. It therefore excludes
+start-up; the time of compilation is measured separately. The report has medians over the rounds and, from the same run,
+the machine's peak speed in matrix products, the most expensive operators, the losses that both reach from the same
+start, and with `--grow` the time and memory of 1,024 targets.
 
     python benchmarks/attacks.py [--steps 120] [--rounds 5] [--targets 1,8,32,128] [--threads 2] [--grow] [--json FILE]
 
-Quick: `--steps 40 --rounds 2 --targets 1,8`. While other processes use the cores, threads wait for each other at every
-operator and the figures say little; `--threads 1` is steadier then.
+A quick run: `--steps 40 --rounds 2 --targets 1,8`. While other processes use the cores, threads wait for each other at
+every operator and the times say little; `--threads 1` is more reliable then.
 """
 
 import argparse
@@ -50,17 +51,17 @@ from gradveil.threat import Observation, Reconstruction
 
 SHAPE, CLASSES = (3, 32, 32), 10
 TV, LR, SEED = 1e-4, 0.1, 0
-SHORT = 20  # steps of the short run; where a run is a multiple of 8, breaching lowers the rate one step early
+SHORT = 20  # steps of the short run; in runs of a multiple of 8 steps, breaching lowers the rate early
 NORMALISATION = Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # CIFAR-10's
 GROWN = (128, 1024)
 MODES = ("off", "on") if any(field.name == "compile" for field in dataclasses.fields(Gs)) else ("",)
 NAMES = {"": "gradveil", "off": "gradveil eager", "on": "gradveil compiled"}
 Run = Callable[[int], object]
-"""Attacks with so many steps."""
+"""A function that runs an attack with the given number of steps."""
 
 
 def look(targets: int) -> tuple[nn.Module, Observation]:
-    """The broadcast network and what the server sees of so many clients."""
+    """Return the broadcast network, and what the server sees of ``targets`` clients."""
     digits = load_dataset("mnist-5k").train
     images = F.pad(torch.from_numpy(digits.images[:targets]).float() / 255, (2, 2, 2, 2)).expand(-1, *SHAPE)
     labels = torch.from_numpy(digits.labels[:targets])
@@ -72,18 +73,18 @@ def look(targets: int) -> tuple[nn.Module, Observation]:
 
 
 def gradveil(seen: Observation, mode: str, steps: int, keep: int = 0) -> Reconstruction:
-    """All targets together; ``mode`` is the setting compile, "" where the attack has none."""
+    """Attack all targets together; ``mode`` is the setting ``compile``, or "" if the attack has no such setting."""
     spec = f"gs:iterations={steps},tv={TV},lr={LR},keep={keep}" + (f",compile={mode}" if mode else "")
     return build(Attack, spec)(seen, torch.Generator().manual_seed(SEED))
 
 
 class Breaching:
-    """breaching's own attacker with its own configuration "invertinggradients", on one target."""
+    """The attacker of breaching with its configuration "invertinggradients", on one target."""
 
     def __init__(self, network: nn.Module, seen: Observation) -> None:
         from breaching import get_attack_config
 
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints
+        with contextlib.redirect_stdout(io.StringIO()):  # breaching prints its configuration
             self._config = get_attack_config(
                 "invertinggradients",
                 overrides=[
@@ -95,7 +96,7 @@ class Breaching:
                 ],
             )
         self._plain = copy.deepcopy(network)
-        self._plain._forward_pre_hooks.clear()  # breaching normalises outside the network, so it is spared the work
+        self._plain._forward_pre_hooks.clear()  # breaching normalises outside the network
         metadata = SimpleNamespace(
             shape=SHAPE, mean=NORMALISATION.mean, std=NORMALISATION.std, modality="vision", classes=CLASSES
         )
@@ -106,18 +107,18 @@ class Breaching:
         self._received = [{"gradients": gradients, "buffers": None, "metadata": known}]
 
     def __call__(self, steps: int, start: Tensor | None = None) -> tuple[Tensor, list[float]]:
-        """The image (1, C, H, W) that it finds, in normalised units, and its loss at each step."""
+        """Return the reconstruction (1, C, H, W) in normalised units, and the loss at each step."""
         from breaching.attacks import prepare_attack
 
         config = copy.deepcopy(self._config)
         config.optim.max_iterations = steps
         attacker = prepare_attack(self._plain, nn.CrossEntropyLoss(), config)
-        # Without a dict of secrets it fails: it looks for a key in None.
+        # The empty dict of secrets is needed: breaching fails on None.
         found, stats = attacker.reconstruct(self._sent, self._received, {}, initial_data=start)
         return found["data"], stats["Trial_0_Val"]
 
     def on_one_thread(self, steps: int) -> None:
-        """The same on one thread, as it would run with a process on each core."""
+        """Run on one thread, as with one process per core."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -127,7 +128,7 @@ class Breaching:
 
 
 def allow_torchvision() -> None:
-    """Declare the operators without which torchvision, built for another torch, is not imported; none is called."""
+    """Declare operators that a torchvision built for another torch needs at import; none of them is called."""
     try:
         import torchvision  # noqa: F401
     except RuntimeError:
@@ -136,13 +137,14 @@ def allow_torchvision() -> None:
         library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        globals()["_library"] = library  # the declarations live as long as it does
+        globals()["_library"] = library  # keep the declarations alive
 
 
 class Compiler:
-    """Stands in for gradveil's own, which every call of a compiled attack runs: adds up its time, and keeps its work.
+    """A replacement for gradveil's compiler that measures its time and reuses its results.
 
-    The network is the same throughout, so what was compiled for some shapes serves all later calls.
+    gradveil compiles in every call of a compiled attack. Here the network never changes, so one result per set of
+    shapes serves all later calls.
     """
 
     spent = 0.0
@@ -150,7 +152,7 @@ class Compiler:
 
     @classmethod
     def watch(cls) -> None:
-        """From now on."""
+        """Replace gradveil's compiler from now on."""
         original = search.compiled
 
         def timed(function: object, examples: tuple[Tensor, ...]) -> object:
@@ -165,14 +167,14 @@ class Compiler:
 
 
 def seconds(run: Run, steps: int) -> float:
-    """Wall-clock time of one run, without what it spent on compiling."""
+    """Return the wall-clock time of one run without compilation."""
     started, spent = time.perf_counter(), Compiler.spent
     run(steps)
     return time.perf_counter() - started - (Compiler.spent - spent)
 
 
 def take_turns(runs: dict[str, Run], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds a step of each contender, one number a round; all have run before."""
+    """Return the seconds per step of each contender, one value per round; all contenders must be warm."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -182,7 +184,7 @@ def take_turns(runs: dict[str, Run], steps: int, rounds: int) -> dict[str, list[
 
 
 def count_flops(run: Run) -> int:
-    """Of one step: of a run of two steps less those of a run of one."""
+    """Return the floating-point operations of one step: those of two steps minus those of one."""
     totals = []
     for steps in (1, 2):
         with FlopCounterMode(display=False) as counter:
@@ -192,14 +194,14 @@ def count_flops(run: Run) -> int:
 
 
 def peak_gflops() -> float:
-    """The most GFLOP/s that a product of 1024x1024 float32 matrices reached."""
+    """Return the highest GFLOP/s reached by a product of 1024x1024 float32 matrices."""
     a, b = torch.randn(2, 1024, 1024)
     best = min(seconds(lambda _: a @ b, 0) for _ in range(30))
     return 2 * 1024**3 / best / 1e9
 
 
 def profile(run: Run, steps: int, top: int = 12) -> list[dict[str, float | str]]:
-    """The operators with the most CPU time of their own: share of all, calls and milliseconds a step."""
+    """Return the operators with the most own CPU time: their share, calls per step and milliseconds per step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         run(steps)
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
@@ -217,7 +219,10 @@ def profile(run: Run, steps: int, top: int = 12) -> list[dict[str, float | str]]
 
 
 def cosine_distance(network: nn.Module, pixels: Tensor, seen: Observation) -> float:
-    """Of the gradient of an image in [0, 1] from the first target's, by plain autograd: a referee of both."""
+    """Return the cosine distance of an image's gradient from the first target's, by plain autograd.
+
+    It judges both contenders by the same code; pixels are in [0, 1].
+    """
     loss = F.cross_entropy(network(pixels), seen.labels[0])
     guess = torch.autograd.grad(loss, list(network.parameters()))
     wanted = [seen.gradients[name][0] for name, _ in network.named_parameters()]
@@ -226,9 +231,9 @@ def cosine_distance(network: nn.Module, pixels: Tensor, seen: Observation) -> fl
 
 
 def compare_losses(network: nn.Module, seen: Observation, rival: Breaching, steps: int) -> list[dict[str, float | str]]:
-    """What each reaches on the first target from the same start."""
+    """Return the loss that each contender reaches on the first target from the same start."""
     start = torch.randn(1, SHAPE[0] * SHAPE[1] * SHAPE[2], generator=torch.Generator().manual_seed(SEED))
-    start = start.view(1, *SHAPE)  # gradveil's own first draw
+    start = start.view(1, *SHAPE)  # the first draw of gradveil
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (NORMALISATION.mean, NORMALISATION.std))
     rows: list[dict[str, float | str]] = []
     for length in (SHORT, SHORT + steps):
@@ -239,32 +244,33 @@ def compare_losses(network: nn.Module, seen: Observation, rival: Breaching, step
         for mode in MODES:
             guess = gradveil(seen, mode, length, keep=length)
             check = cosine_distance(network, guess.images[0], seen)
-            taken = len(guess.iterates) - 1  # the start is one of them
+            taken = len(guess.iterates) - 1  # the start counts as an iterate
             rows.append({"name": NAMES[mode], "steps": taken, "loss": float(guess.loss[0]), "cosine": check})
     return rows
 
 
 def one_size(targets: int, mode: str, steps: int) -> None:
-    """In a process of its own: memory before and at its peak, and the time of a step, as JSON on the last line."""
+    """Measure one size in its own process; print initial and peak memory and the time of a step as JSON."""
     _, small = look(1)
     gradveil(small, mode, 2)
     before = peak_memory()
     _, seen = look(targets)
     update = sum(tensor.nbytes for tensor in seen.updates.values()) / 2**20
     gradveil(seen, mode, 2)  # also compiles
-    step = seconds(lambda n: gradveil(seen, mode, n), steps) / steps  # with start-up: a difference is lost in the noise
+    # Includes start-up: a difference of two runs would be lost in the noise.
+    step = seconds(lambda n: gradveil(seen, mode, n), steps) / steps
     after = peak_memory()
     print(json.dumps({"updates_mib": update, "before_mib": before, "peak_mib": after, "seconds": step}))
 
 
 def peak_memory() -> float:
-    """Peak resident MiB of this process; getrusage would start a child at its parent's peak."""
+    """Return this process's peak resident MiB; getrusage would start a child process at its parent's peak."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
 
 def grow(mode: str, steps: int, rounds: int, threads: int) -> dict[int, dict[str, float]]:
-    """Medians of 128 and 1,024 targets, each in processes of their own, taken in turns."""
+    """Return medians for 128 and 1,024 targets, measured in turns, each run in its own process."""
     reports: dict[int, list[dict[str, float]]] = {targets: [] for targets in GROWN}
     for _ in range(rounds):
         for targets in GROWN:
@@ -282,12 +288,12 @@ def grow(mode: str, steps: int, rounds: int, threads: int) -> dict[int, dict[str
 
 
 def spread(values: list[float], scale: float = 1e3) -> str:
-    """Median and range."""
+    """Format the median and the range."""
     return f"{statistics.median(values) * scale:.3f} ({min(values) * scale:.3f}-{max(values) * scale:.3f})"
 
 
 def print_table(head: str, rows: list[str]) -> None:
-    """A Markdown table."""
+    """Print a Markdown table."""
     print(f"| {head} |\n|{'---|' * (head.count('|') + 1)}")
     for row in rows:
         print(f"| {row} |")
@@ -295,7 +301,7 @@ def print_table(head: str, rows: list[str]) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
-    """All of it; prints as it goes and returns the numbers."""
+    """Run all measurements, print the tables, and return the numbers."""
     sizes = [int(text) for text in options.targets.split(",")]
     network, first = look(1)
     rival = Breaching(network, first)
@@ -305,8 +311,8 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     print(f"{options.rounds} rounds of {SHORT} and {SHORT + options.steps} steps.\n")
 
     losses = compare_losses(network, first, rival, options.steps)
-    print("Same target, same start: loss is the contender's own least (cosine + TV); cosine is the referee's, of the")
-    print("image handed back.\n")
+    print("Same target, same start: loss is the contender's own lowest value (cosine + TV); cosine is the distance of")
+    print("the returned image, measured alike for both.\n")
     print_table(
         "contender | optimiser steps | loss | cosine",
         [f"{row['name']} | {row['steps']} | {row['loss']:.5f} | {row['cosine']:.5f}" for row in losses],
@@ -318,13 +324,13 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     blocks = []
     for targets in sizes:
         seen = look(targets)[1]
-        several = min(8, targets)  # for breaching, else its turns would be too short to share the noise
+        several = min(8, targets)  # for breaching, whose turns would otherwise be too short to average the noise
         runs: dict[str, Run] = {"breaching": lambda n, several=several: [rival(n) for _ in range(several)]}
         if options.threads > 1:
             runs["breaching, 1 thread"] = lambda n, several=several: [rival.on_one_thread(n) for _ in range(several)]
         for mode in MODES:
             runs[NAMES[mode]] = lambda n, seen=seen, mode=mode: gradveil(seen, mode, n)
-        with fresh_cache():  # nothing compiled earlier, in memory or on disk, may help
+        with fresh_cache():  # start without compiled code in memory or on disk
             torch._dynamo.reset()
             costs = []
             for _ in range(2):
@@ -359,16 +365,17 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             own = statistics.median(block["seconds"]["breaching"])
             rows.append(row(name, block["targets"], block["seconds"][name], own, flops["gradveil"]))
     print(
-        "Speed is against breaching's time in the same rounds. Processes at best: its time on one thread by the number"
+        "Speed-up is over breaching in the same rounds. Processes at best: breaching's time on one thread, divided by"
     )
-    print("of threads, as if so many processes did not disturb each other.\n")
+    print("the number of threads, as if one process per thread ran without disturbing the others.\n")
     print_table(
-        "contender | targets | ms a step and target (median; range) | speed against breaching | GFLOP/s | of the peak",
+        "contender | targets | ms per step and target (median; range) | speed-up | GFLOP/s | share of peak",
         rows,
     )
-    print(f"MFLOP a step and target: gradveil {flops['gradveil'] / 1e6:.1f}, breaching {flops['breaching'] / 1e6:.1f}.")
+    millions = {name: f"{count / 1e6:.1f}" for name, count in flops.items()}
+    print(f"MFLOP per step and target: gradveil {millions['gradveil']}, breaching {millions['breaching']}.")
     print("torch's FlopCounterMode counts 2 for each multiply-add of matrix products and convolutions, forward and")
-    print("backward, and nothing for the rest; the compiled step is credited with the eager step's count.")
+    print("backward, and nothing for the rest; the compiled step is assumed to need as many as the eager step.")
     print(f"Peak: {peak:.1f} GFLOP/s, best of {30 * len(peaks)} products of 1024x1024 float32 matrices in this run.\n")
 
     if "on" in MODES:
@@ -379,14 +386,14 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             after = f"{block['compile_seconds'][0] / saved:,.0f}" if saved > 0 else "never"
             cold, warm = block["compile_seconds"]
             lines.append(f"{block['targets']} | {cold:.1f} | {warm:.1f} | {after}")
-        print_table("targets | compiling, s | again, from torch's cache, s | the first pays after so many steps", lines)
+        print_table("targets | compilation, s | again with torch's cache, s | steps until compilation pays off", lines)
 
     profiled = min(32, max(sizes))
     seen = look(profiled)[1]
     operators = profile(lambda n: gradveil(seen, eager, n), SHORT)
-    print(f"Where the time of an eager step with {profiled} targets goes (own CPU time of the calling thread):\n")
+    print(f"Operators of an eager step with {profiled} targets, by own CPU time of the calling thread:\n")
     print_table(
-        "operator | share | ms a step | calls a step",
+        "operator | share | ms per step | calls per step",
         [f"{line['operator']} | {line['share']:.1%} | {line['ms']:.2f} | {line['calls']:.1f}" for line in operators],
     )
 
@@ -408,7 +415,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
                 f"{ratios['updates_mib']:.2f} | {more:.2f} | {ratios['peak_mib']:.2f}"
             )
         print_table(
-            "contender | targets | ms a step and target | updates seen, MiB | peak less before, MiB | peak MiB", lines
+            "contender | targets | ms per step and target | updates, MiB | increase up to peak, MiB | peak, MiB", lines
         )
     return {
         "versions": versions,
@@ -438,7 +445,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if "on" in MODES:
         Compiler.watch()
-    warnings.filterwarnings("ignore")  # of breaching's old calls into hydra and torch
+    warnings.filterwarnings("ignore")  # from breaching's outdated calls of hydra and torch
     if options.one:
         one_size(options.one, options.mode, options.steps)
         return

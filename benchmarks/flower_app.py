@@ -1,4 +1,4 @@
-"""The same work as a Flower app. A module of its own, so that Ray's actors import it once and keep what they loaded."""
+"""The benchmark's work as a Flower app, in its own module so that each Ray actor imports and loads it only once."""
 
 import os
 import tempfile
@@ -24,7 +24,7 @@ client_app = ClientApp()
 
 @cache
 def actor() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
-    """What an actor keeps between messages: model, images, labels and the clients' parts."""
+    """Load what an actor keeps between messages: model, images, labels and the indices of each client's images."""
     torch.set_num_threads(1)
     data = load()
     images = Normalisation(data.mean, data.std)(torch.from_numpy(data.train.images).float() / 255)
@@ -34,7 +34,7 @@ def actor() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """One client's round."""
+    """Train one client for one round."""
     model, images, labels, parts = actor()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     optimiser = torch.optim.SGD(model.parameters(), lr=LR)
@@ -50,7 +50,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 def run_flower(rounds: int) -> list[float]:
-    """The time at which data and libraries were loaded, and those at which rounds ended; an actor a core."""
+    """Run with one actor per core; return when data and libraries were loaded, and when each round ended."""
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     ends_file = Path(tempfile.mkdtemp()) / "ends"
     server_app = ServerApp()

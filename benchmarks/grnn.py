@@ -1,17 +1,18 @@
-"""GRNN on several targets at once, against one at a time as published, in one run.
+"""Compare GRNN on several targets at once with GRNN on one target at a time, as published, in one run.
 
-lenet-dlg on digits of mnist-5k, one image a target, no defence. The contenders take turns, a round each:
+The network is lenet-dlg on digits of mnist-5k, one image per target, no defence. The contenders take turns in each
+round:
 
-- published: the generator of PyTorch's layers for 1 x 32 x 32 images, cut to 28 x 28, with all weights of its first
-  layer, `torch.optim.RMSprop`, and a plain second derivative; the loss as in `grnn`;
-- ours, 1: `grnn` with a chunk of one target;
-- ours, T: `grnn` with T targets in a chunk.
+- published: a generator of PyTorch's layers for 1 x 32 x 32 images, cropped to 28 x 28, with all weights of its first
+  layer, `torch.optim.RMSprop`, and a plain second derivative; the loss is that of `grnn`;
+- ours, one at a time: `grnn` with a chunk of one target;
+- ours, T at once: `grnn` with T targets in a chunk.
 
-Given are milliseconds a step and target, the median over rounds, and how many times as fast as the first.
+It prints milliseconds per step and target (median over the rounds), and the speed-up over the first contender.
 
     python benchmarks/grnn.py [--targets 4,8,16] [--steps 40] [--rounds 3] [--threads 1] [--model lenet-dlg] [--cpu]
 
-`--cpu` counts the process's own time, for machines that are busy with other work.
+`--cpu` measures the CPU time of the process, for machines that are busy with other work.
 """
 
 import argparse
@@ -34,7 +35,7 @@ SEED = 0
 
 
 class Published(nn.Module):
-    """The generator and its label branch, for 28 x 28 grey images."""
+    """The published generator and its label branch, for 28 x 28 grey images."""
 
     def __init__(self, noise: int = 128, width: int = 32) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Published(nn.Module):
         self.label = nn.Linear(noise, 10)
 
     def forward(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Image and label of a noise vector."""
+        """Return the image and the label probabilities of a noise vector."""
         maps = F.glu(self.first(noise[..., None, None]), 1)
         for conv, norm in zip(self.convs, self.norms, strict=True):
             maps = F.glu(norm(conv(F.interpolate(maps, scale_factor=2.0, mode="nearest"))), 1)
@@ -53,7 +54,7 @@ class Published(nn.Module):
 
 
 def look(model: str, targets: int) -> Observation:
-    """What a server sees of so many clients of one image each."""
+    """Return what a server sees of ``targets`` clients with one image each."""
     data = load_dataset("mnist-5k")
     images, labels = torch.from_numpy(data.train.images).float() / 255, torch.from_numpy(data.train.labels)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED))[:targets]
@@ -63,7 +64,7 @@ def look(model: str, targets: int) -> Observation:
 
 
 def published(seen: Observation, steps: int) -> None:
-    """So many steps on the first target."""
+    """Run ``steps`` steps on the first target."""
     torch.manual_seed(SEED)
     generator, noise = Published(), torch.randn(1, 128)
     optimiser = torch.optim.RMSprop(generator.parameters(), lr=1e-4, momentum=0.99)
@@ -81,13 +82,13 @@ def published(seen: Observation, steps: int) -> None:
 
 
 def ours(seen: Observation, targets: int, steps: int) -> None:
-    """So many steps on all targets."""
+    """Run ``steps`` steps on all targets."""
     attack = Grnn(iterations=steps, chunk=targets)
     attack(seen, torch.Generator().manual_seed(SEED))
 
 
 def main() -> None:
-    """Time all contenders."""
+    """Time all contenders and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="4,8,16")
     parser.add_argument("--steps", type=int, default=40)
@@ -111,12 +112,12 @@ def main() -> None:
         for name, (count, run) in contenders.items():
             started = clock()
             run()
-            if turn:  # the first warms up
+            if turn:  # the first turn is a warm-up
                 times[name].append((clock() - started) / count / options.steps * 1e3)
     first = statistics.median(next(iter(times.values())))
     for name, found in times.items():
         median = statistics.median(found)
-        print(f"{name:26} {median:7.2f} ms a step and target   {first / median:5.2f} times as fast")
+        print(f"{name:26} {median:7.2f} ms per step and target   {first / median:5.2f} times as fast")
 
 
 if __name__ == "__main__":

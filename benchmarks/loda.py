@@ -1,12 +1,13 @@
-"""Time of LODA's obscuring: images in batches, and one at a time, in one run.
+"""Time LODA's obscuring of images in batches and one at a time, in one run.
 
-A resnet20 of the given width with random weights (time does not depend on them) and random images of 3x32x32. The steps
-of an image all cost the same, so a few are timed, and the time is scaled to all. Contenders take turns. Beside the
-clock's time the processor's is given, which other work on the machine disturbs less.
+The extractor is a resnet20 of the given width with random weights (they do not affect the time); images are random,
+3x32x32. All steps of an image take equally long, so only some are timed, and the time is scaled to all steps. The
+contenders take turns. CPU time is given beside the wall-clock time, because other load on the machine affects it less.
 
-- plain loop: Algorithm 1 as it is written, one image at a time, by `backward` through the whole network;
-- batch 1: the defence, one image at a time: layers behind the last feature don't run, only the image has a gradient;
-- batch N: the defence on so many images at once.
+- plain loop: Algorithm 1 as written, one image at a time, with `backward` through the whole network;
+- batch 1: the defence on one image at a time: layers after the last feature do not run, and only the image has a
+  gradient;
+- batch N: the defence on N images at once.
 
     python benchmarks/loda.py [--layers first-5] [--batches 1,16,64] [--steps 20] [--rounds 3] [--width 16]
                               [--all-steps 500] [--threads 1] [--json FILE]
@@ -31,7 +32,7 @@ SHAPE = (3, 32, 32)
 
 
 def plain_loop(network: nn.Module, names: list[str], image: Tensor, begun: Tensor, steps: int, c: float) -> Tensor:
-    """Algorithm 1 for one image (1, C, H, W), with hooks and backward."""
+    """Run Algorithm 1 on one image (1, C, H, W), with hooks and `backward`."""
     found: list[Tensor] = []
     hooks = [
         network.get_submodule(name).register_forward_hook(lambda layer, inputs, output: found.append(output))
@@ -53,7 +54,7 @@ def plain_loop(network: nn.Module, names: list[str], image: Tensor, begun: Tenso
 
 
 def main() -> None:
-    """Time all, and print a table."""
+    """Time all contenders and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="first-5")
     parser.add_argument("--batches", default="1,16,64")
@@ -73,7 +74,7 @@ def main() -> None:
         defence = Loda(extractor=spec, weights=str(path), classes=10, layers=given.layers, steps=given.steps)
         features = defence.features(create_model("lenet-dlg", SHAPE, 10, 0), SHAPE)
     images, begun = torch.rand(2, max(sizes), *SHAPE, generator=torch.Generator().manual_seed(0)).unbind()
-    defence.obscured(features, images[: min(sizes)], begun[: min(sizes)])  # warm
+    defence.obscured(features, images[: min(sizes)], begun[: min(sizes)])  # warm-up
     whole = copy.deepcopy(features.network).requires_grad_(True).to(memory_format=torch.contiguous_format)
     by_hand = plain_loop(whole, features.names, images[:1], begun[:1], given.steps, defence.c)
     off = float((by_hand - defence.obscured(features, images[:1], begun[:1])).abs().max())
@@ -93,12 +94,12 @@ def main() -> None:
     for name, times in seconds.items():
         clock, processor = (scale * statistics.median(pair[kind] for pair in times) for kind in (0, 1))
         rows.append({"contender": name, "images_a_second": 1 / clock, "images_a_processor_second": 1 / processor})
-    print(f"{given.layers}, {given.all_steps} steps, {given.threads} threads; the loop differs by {off:.1e} at most")
+    print(f"{given.layers}, {given.all_steps} steps, {given.threads} threads; the loop differs by at most {off:.1e}")
     for row in rows:
         ratio = row["images_a_processor_second"] / rows[0]["images_a_processor_second"]
         print(
             f"{row['contender']:10s}: {row['images_a_second']:.3f} images/s, "
-            f"{row['images_a_processor_second']:.3f} a processor second, {ratio:.1f} x"
+            f"{row['images_a_processor_second']:.3f} per CPU second, {ratio:.1f} x"
         )
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))

@@ -1,4 +1,4 @@
-"""The README's picture of an attack: what a server makes of eight clients' gradients, step by step.
+"""Draw the README's picture of an attack: what a server reconstructs from eight clients' gradients, step by step.
 
 python benchmarks/picture_of_an_attack.py docs/images/attack-digits.png
 """
@@ -16,7 +16,7 @@ SHOWN = (1, 2, 4, 10)
 
 
 def main(path: str) -> None:
-    """Attack eight digits at once and draw a row for each of some iterates."""
+    """Attack eight digits at once and draw one row for each iterate in ``SHOWN``."""
     digits = load_dataset("mnist-5k")
     images = torch.from_numpy(digits.train.images[200::500]).float() / 255
     labels = torch.from_numpy(digits.train.labels[200::500])

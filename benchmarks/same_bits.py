@@ -1,12 +1,12 @@
-"""Show that a change of the code left seeded results as they were, to the last bit.
+"""Check that a change of the code leaves seeded results unchanged to the last bit.
 
 Run it before the change with ``--write``, and after it with ``--against``::
 
     python benchmarks/same_bits.py --write before.json
     python benchmarks/same_bits.py --against before.json
 
-It plays short trainings and audits through the command line. Rows are compared without their times, weights and
-pictures by their hash. Fields that only the later version has are listed and count as no difference.
+It runs short trainings and audits through the command line. Rows are compared without their times, weights and
+images by their hashes. Fields that only the later version has are listed, but do not count as a difference.
 """
 
 import argparse
@@ -43,7 +43,7 @@ RUNS = {
 
 
 def play(name: str, command: str, folder: Path) -> dict[str, Any]:
-    """Run one command and return what must not change: its rows, and the hashes of what it left."""
+    """Run one command and return what must not change: its rows, and the hashes of the files that it wrote."""
     words = command.split()
     out = [] if words[0] == "score" else ["--out", str(folder / name)]
     called = [sys.executable, "-m", "gradveil.cli", *words, *out, "--json"]
@@ -57,7 +57,7 @@ def play(name: str, command: str, folder: Path) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str], set[str]]:
-    """Return what changed, and the fields that are new."""
+    """Return the differences, and the names of new fields."""
     changed, new = [], set[str]()
     if before["files"] != after["files"]:
         changed.append("files differ")
@@ -74,11 +74,11 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str
 
 
 def main() -> None:
-    """Play all runs, and write or compare them."""
+    """Run the commands, and write or compare their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="File for what was found.")
-    parser.add_argument("--against", type=Path, help="File that an earlier version wrote.")
-    parser.add_argument("--only", default="", help=f"Names of runs, split by commas: {', '.join(RUNS)}.")
+    parser.add_argument("--write", type=Path, help="File to write the results to.")
+    parser.add_argument("--against", type=Path, help="File with the results of an earlier version.")
+    parser.add_argument("--only", default="", help=f"Names of runs, separated by commas: {', '.join(RUNS)}.")
     options = parser.parse_args()
     wanted = options.only.split(",") if options.only else list(RUNS)
     earlier = json.loads(options.against.read_text()) if options.against else {}

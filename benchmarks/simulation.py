@@ -1,13 +1,13 @@
-"""Seconds a round: gradveil, a plain sequential loop and Flower's simulation on the same work, in one run.
+"""Compare gradveil, a plain sequential loop and Flower's simulation on the same work: seconds per round, in one run.
 
-LeNet-5 on MNIST, 100 clients of 200 images, 10 sampled a round, batch 32, 1 epoch, SGD 0.01, no evaluation. Each
-contender runs in a process of its own, taken in turns, so that a noisy machine is noisy to all. Reported: the median of
-the steady rounds (2 to the last) over all repeats; the start-up, from loaded data and libraries to the end of round 1
-less a steady round; and the whole job from the start of its process.
+LeNet-5 on MNIST, 100 clients of 200 images, 10 sampled per round, batch 32, 1 epoch, SGD with learning rate 0.01, no
+evaluation. Each contender runs in its own process, and the contenders take turns, so that other load on the machine
+affects all of them alike. The report has the median of the steady rounds (2 to the last) over all repeats; the start-up
+time, from loaded data and libraries to the end of round 1, minus a steady round; and the time of the whole process.
 
     python benchmarks/simulation.py [--data-root DIR] [--repeats 3] [--rounds 10] [--only gradveil,loop]
 
-Without MNIST in the data root, the 4,000 training images of mnist-5k are dealt out several times: the same work.
+Without MNIST in the data root, the 4,000 training images of mnist-5k are used several times; the work is the same.
 """
 
 import argparse
@@ -28,7 +28,7 @@ CONTENDERS = ("gradveil", "gradveil-in-process", "loop", "flower")
 
 
 def run_gradveil(rounds: int, workers: int | None) -> list[float]:
-    """The time at which data and libraries were loaded, and those at which rounds ended."""
+    """Return the time when data and libraries were loaded, and the time when each round ended."""
     from gradveil import Simulation, TrainSettings
 
     settings = TrainSettings(
@@ -37,14 +37,14 @@ def run_gradveil(rounds: int, workers: int | None) -> list[float]:
     data = load()
     ends = [time.time()]
     with Simulation(settings, dataset=data, workers=workers) as simulation:
-        for number in range(1, rounds):  # the last would be evaluated
+        for number in range(1, rounds):  # the last round would be evaluated
             simulation.step(number)
             ends.append(time.time())
     return ends
 
 
 def run_loop(rounds: int) -> list[float]:
-    """The loop that everybody writes first: one core, one client after the other."""
+    """Run a plain loop on one core, one client after the other; return times as `run_gradveil` does."""
     import torch
     from torch import nn
 
@@ -76,7 +76,7 @@ def run_loop(rounds: int) -> list[float]:
 
 
 def one(name: str, rounds: int) -> None:
-    """Run a contender here and print the times at which its rounds ended, as JSON, on the last line."""
+    """Run a contender in this process; print the times when its rounds ended as JSON on the last line."""
     if name == "loop":
         ends = run_loop(rounds)
     elif name == "flower":
@@ -90,7 +90,7 @@ def one(name: str, rounds: int) -> None:
 
 
 def main() -> None:
-    """Take turns, and print the table."""
+    """Run the contenders in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root")
     parser.add_argument("--repeats", type=int, default=3)
@@ -122,8 +122,8 @@ def main() -> None:
             start[name].append(ends[0] - ready - steady[name][-1])
             whole[name].append(ends[-1] - started)
             peaks[name] = max(peaks[name], report["peak_mib"])
-            print(f"repeat {repeat + 1}, {name}: {steady[name][-1]:.3f} s a round", file=sys.stderr)
-    print("| engine | s/round (median; range) | speed against the loop | start-up, s | whole job, s | peak MiB |")
+            print(f"repeat {repeat + 1}, {name}: {steady[name][-1]:.3f} s per round", file=sys.stderr)
+    print("| engine | s/round (median; range) | speed-up over the loop | start-up, s | whole job, s | peak MiB |")
     print("|---|---|---|---|---|---|")
     base = statistics.median(steady.get("loop", [float("nan")]))
     for name in names:

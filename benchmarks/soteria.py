@@ -1,23 +1,23 @@
-"""Time and quality of Soteria's ranking: loops of backward passes, exact batched products, random probes, in one run.
+"""Measure time and quality of Soteria's feature ranking: loops of backward passes, batched products, random probes.
 
-The convnet on 3x32x32 images (digits of mnist-5k, padded), untrained, in evaluation mode. Every contender finds the
-norm of each row of the Jacobian of the last layer's input, 2,304 features at the default width:
+The network is an untrained convnet in evaluation mode on 3x32x32 images (padded digits of mnist-5k). Every contender
+computes the norm of each row of the Jacobian of the last layer's input, 2,304 features at the default width:
 
-- the authors' loop: one `backward` a feature, which also fills the gradients of all weights;
-- the plain loop: one `torch.autograd.grad` a feature, by the images alone; the others are compared with this one;
-- exact: the defence with `probes=0`, the same products in batches;
-- probes: the defence with so many forward-mode products.
+- the authors' loop: one `backward` per feature, which also computes the gradients of all weights;
+- the plain loop: one `torch.autograd.grad` per feature, with respect to the images only; the baseline of all speed-ups;
+- exact: the defence with `probes=0`, which batches the same products;
+- N probes: the defence with N forward-mode products.
 
-A loop does the same work for every feature, so it is timed on some of them, and the time is scaled to all. All run in
-one process and take turns, but for exact, which runs once and is the reference of all scores. Quality is Spearman's
-correlation of the scores |r| / norm, and the share of the pruned features that the exact ranking prunes as well. In a
-network with ReLU half of the features are zero and tell nothing, so both are also given for the others alone, and `r
-alone` shows what a ranking without any Jacobian would get.
+A loop does the same work for every feature, so it is timed on some features, and the time is scaled to all of them. All
+contenders take turns in one process, except exact, which runs once and is the reference for all scores. Quality is
+Spearman's correlation of the scores |r| / norm, and the share of the pruned features that the exact ranking also
+prunes. In a ReLU network half of the features are zero and carry no information, so both are also given for the other
+(live) features only. `r alone` is the quality of a ranking without any Jacobian.
 
     python benchmarks/soteria.py [--model convnet] [--images 1] [--features 48] [--rounds 3] [--prune 0.5]
                                  [--probes 16,32,64,128,256] [--threads 2] [--json FILE]
 
-Quick: `--model convnet:width=16 --rounds 1`.
+A quick run: `--model convnet:width=16 --rounds 1`.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SHAPE, CLASSES, SEED = (3, 32, 32), 10, 0
 
 
 def look(model: str, images: int) -> tuple[nn.Module, str, Tensor]:
-    """The network, the name of its last Linear, and the images."""
+    """Return the network, the name of its last Linear layer, and the images."""
     digits = load_dataset("mnist-5k").train
     pixels = F.pad(torch.from_numpy(digits.images[:images]).float() / 255, (2, 2, 2, 2)).expand(-1, *SHAPE)
     network = create_model(model, SHAPE, CLASSES, seed=SEED).eval()
@@ -49,7 +49,7 @@ def look(model: str, images: int) -> tuple[nn.Module, str, Tensor]:
 
 
 def plain_loop(network: nn.Module, layer: str, images: Tensor, features: list[int]) -> Tensor:
-    """(N, some features) one backward pass by the images each."""
+    """Return the norms of the given features, (N, features), by one backward pass to the images for each."""
     leaf = images.clone().requires_grad_()
     inputs = layer_inputs(network, [layer], leaf)[0]
     columns = []
@@ -60,7 +60,7 @@ def plain_loop(network: nn.Module, layer: str, images: Tensor, features: list[in
 
 
 def authors_loop(network: nn.Module, layer: str, images: Tensor, features: list[int]) -> None:
-    """As in the authors' code: a one-hot cotangent into `backward`, then all gradients cleared."""
+    """Compute norms as in the authors' code: `backward` with a one-hot cotangent, then clear all gradients."""
     leaf = images.clone().requires_grad_()
     inputs = layer_inputs(network, [layer], leaf)[0]
     cotangent = torch.zeros_like(inputs)
@@ -74,21 +74,21 @@ def authors_loop(network: nn.Module, layer: str, images: Tensor, features: list[
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Wall-clock time of one call."""
+    """Return the wall-clock time of one call."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
 def overlap(one: Tensor, other: Tensor, share: float) -> float:
-    """Of one image: the share of the top of one ranking that is in the top of the other."""
+    """Return the share of one image's top-ranked features that both rankings have in common."""
     count = round(share * len(one))
     tops = [set(scores.argsort(descending=True, stable=True)[:count].tolist()) for scores in (one, other)]
     return len(tops[0] & tops[1]) / count
 
 
 def quality(inputs: Tensor, exact: Tensor, norms: Tensor, share: float) -> list[float]:
-    """Means over images: Spearman's correlation (live features), overlap of all and of live ones, error of norms."""
+    """Return means over images: Spearman's correlation (live features), overlap of all and of live ones, norm error."""
     rows = []
     for r, one, other in zip(inputs, exact, norms, strict=True):
         truth, guess, live = feature_scores(r, one), feature_scores(r, other), r != 0
@@ -104,7 +104,7 @@ def quality(inputs: Tensor, exact: Tensor, norms: Tensor, share: float) -> list[
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, object]]:
-    """All contenders; one row each."""
+    """Measure all contenders, and return one row for each."""
     network, layer, images = look(options.model, options.images)
     with torch.no_grad():
         inputs = layer_inputs(network, [layer], images)[0]
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
         rng = torch.Generator().manual_seed(seed)
         found[name] = Soteria(probes=probes)._row_norms(network, [layer], images, [size], rng)[0]
 
-    ranked("r alone", 1, 0)  # torch prepares forward mode in its first call
+    ranked("r alone", 1, 0)  # warm-up: torch prepares forward mode in its first call
     found["r alone"] = torch.ones_like(inputs)
     times: dict[str, list[float]] = {"exact": [seconds(lambda: ranked("exact", 0, 0))]}
     torch.testing.assert_close(plain_loop(network, layer, images, some), found["exact"][:, some], rtol=1e-3, atol=1e-6)
@@ -145,10 +145,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def print_rows(rows: list[dict[str, object]], prune: float) -> None:
-    """A Markdown table."""
+    """Print a Markdown table."""
     base = statistics.median(next(row["seconds"] for row in rows if row["name"] == "plain loop"))
-    head = "contender | s (median; range) | speed | Spearman, live | same pruned, "
-    head += f"{prune:.0%} of all | of live | error of norms"
+    head = "contender | s (median; range) | speed-up | Spearman, live | same pruned, "
+    head += f"{prune:.0%} of all | of live | norm error"
     print(f"| {head} |\n|{'---|' * (head.count('|') + 1)}")
     for row in rows:
         times, marks = row["seconds"], ["-"] * 4

@@ -1,16 +1,15 @@
-"""How often the tripwire finds a trap in altered models, and how often in honest ones, in one run.
+"""Measure how often the tripwire raises an alarm on altered and on honest models, in one run.
 
-Honest models: several architectures of the zoo, seeds, initialisations and normalisations, untrained and after 1 and 3
-passes over 2,000 images at two learning rates; a finding of any check is a false alarm. Altered models: the
-imprint and trap weights as they are published, and mild versions that a careful server might try: fewer rows, noise on
-the rows, rows in another order, gains of their own, half of the rows of a layer only, random questions. The client does
-not know the architecture here: where it does, it sees every inserted layer. Each model is looked at with 256 images of
-one client.
+Honest models: several architectures, seeds, initialisations and normalisations, untrained and after 1 and 3 epochs on
+2,000 images at two learning rates; any finding is a false alarm. Altered models: the published imprint and trap
+weights, and milder versions that a careful server might try: fewer rows, noise on the rows, permuted rows, a gain per
+row, only half of the rows of a layer, random queries. The client does not know the architecture here; if it did, it
+would notice every inserted layer. Each model is inspected with 256 images of one client.
 
     python benchmarks/tripwire.py [--dataset mnist-5k] [--seeds 3] [--first-seed 0] [--data FOLDER] [--quick]
                                   [--kinds imprint trap-weights honest] [--json FILE]
 
-Data sets are looked for in FOLDER (as with GRADVEIL_DATA). Quick: `--quick`, one seed.
+FOLDER holds the data sets (as GRADVEIL_DATA does). `--quick` takes one seed.
 """
 
 import argparse
@@ -51,14 +50,14 @@ Change = Callable[[nn.Linear, torch.Generator], None]
 
 
 def batch(dataset: Dataset, first: int, count: int) -> Batch:
-    """Some training images."""
+    """Return ``count`` training images from ``first`` on."""
     images = torch.from_numpy(dataset.train.images[first : first + count]).float() / 255
     labels = torch.from_numpy(dataset.train.labels[first : first + count])
     return Batch(images, labels, torch.zeros(len(labels), dtype=torch.bool))
 
 
 def train(network: nn.Module, data: Batch, epochs: int, lr: float, rng: torch.Generator) -> nn.Module:
-    """SGD with momentum 0.9 in batches of 32."""
+    """Train the network in place by SGD with momentum 0.9 and batches of 32, and return it."""
     optimiser = torch.optim.SGD(network.parameters(), lr, momentum=0.9)
     network.train()
     for _ in range(epochs):
@@ -70,7 +69,7 @@ def train(network: nn.Module, data: Batch, epochs: int, lr: float, rng: torch.Ge
 
 
 def honest(spec: str, dataset: Dataset, data: Batch, seeds: range) -> Iterator[nn.Module]:
-    """A model as it starts, and at several points of its training; every second seed without normalisation."""
+    """Yield an untrained model, and the same at several points of its training; odd seeds do not normalise."""
     for seed in seeds:
         normalisation = Normalisation(dataset.mean, dataset.std) if seed % 2 == 0 else None
         start = create_model(spec, dataset.shape, dataset.num_classes, seed, normalisation)
@@ -83,7 +82,7 @@ def honest(spec: str, dataset: Dataset, data: Batch, seeds: range) -> Iterator[n
 
 
 def noisy(share: float) -> Change:
-    """Add noise of this share of each row's norm."""
+    """Return a change that adds noise of the given share of each row's norm."""
 
     def change(layer: nn.Linear, rng: torch.Generator) -> None:
         noise = F.normalize(torch.randn(layer.weight.shape, generator=rng), dim=1)
@@ -93,21 +92,21 @@ def noisy(share: float) -> Change:
 
 
 def permuted(layer: nn.Linear, rng: torch.Generator) -> None:
-    """Rows in another order."""
+    """Permute the rows."""
     order = torch.randperm(len(layer.weight), generator=rng)
     layer.weight.copy_(layer.weight[order])
     layer.bias.copy_(layer.bias[order])
 
 
 def scaled(layer: nn.Linear, rng: torch.Generator) -> None:
-    """A gain between 0.1 and 10 for each row."""
+    """Multiply each row by a random gain between 0.1 and 10."""
     gains = 10 ** (2 * torch.rand(len(layer.weight), generator=rng) - 1)
     layer.weight.mul_(gains[:, None])
     layer.bias.mul_(gains)
 
 
 def in_part(share: float) -> Change:
-    """Put honest rows of the same size in place of the others."""
+    """Return a change that keeps the given share of the rows and replaces the others by random rows of equal norm."""
 
     def change(layer: nn.Linear, rng: torch.Generator) -> None:
         others = torch.randperm(len(layer.weight), generator=rng)[round(share * len(layer.weight)) :]
@@ -119,7 +118,7 @@ def in_part(share: float) -> Change:
 
 
 def hidden(layer: nn.Linear, rng: torch.Generator) -> None:
-    """Make rows orthogonal by what no digit shows: large weights on pixels at the rim, which are always black."""
+    """Make the rows nearly orthogonal by large weights on border pixels, which are black in every digit."""
     rim = torch.zeros(layer.in_features)
     rim[: layer.in_features // 28] = 1
     noise = F.normalize(torch.randn(layer.weight.shape, generator=rng) * rim, dim=1)
@@ -130,7 +129,7 @@ IMPRINTS = {
     "published: 128 bins, linear": ("imprint", None),
     "published: 64 bins, dct 32": ("imprint:bins=64,query=dct", None),
     "DCS2: 10 bins, dct 0": ("imprint:bins=10,query=dct,mode=0,distribution=laplace", None),
-    "random question": ("imprint:query=random", None),
+    "random query": ("imprint:query=random", None),
     "in the first layer": ("imprint:where=first", None),
     "gain 1": ("imprint:gain=1", None),
     "8 bins": ("imprint:bins=8", None),
@@ -150,7 +149,7 @@ CONVOLVED = {
     "as a convolution, noise 5 %": ("imprint", noisy(0.05)),
     "as a convolution, noise 30 %": ("imprint", noisy(0.3)),
 }
-"""The same rows as a convolution over the whole image."""
+"""The same rows implemented as a convolution over the whole image."""
 TRAPS = {
     "published: 1000 rows": ("trap-weights", None),
     "64 rows": ("trap-weights:rows=64", None),
@@ -174,7 +173,7 @@ TRAPS = {
 def altered(
     spec: str, change: Change | None, dataset: Dataset, seeds: range, *, convolved: bool = False
 ) -> Iterator[nn.Module]:
-    """The attack's models; for every third seed with public images, for every second without normalisation."""
+    """Yield the attack's models; every third seed has public images, odd seeds do not normalise."""
     attack = build_attack(spec)
     model = "mlp" if "where=first" in spec else "lenet5"
     for seed in seeds:
@@ -192,7 +191,7 @@ def altered(
 
 
 def as_convolution(rows: nn.Linear, shape: tuple[int, int, int]) -> nn.Module:
-    """The same function of an image (N, D)."""
+    """Return a convolution that computes the same function of images (N, D)."""
     layer = nn.Conv2d(shape[0], rows.out_features, shape[1:])
     with torch.no_grad():
         layer.weight.copy_(rows.weight.view_as(layer.weight))
@@ -201,10 +200,10 @@ def as_convolution(rows: nn.Linear, shape: tuple[int, int, int]) -> nn.Module:
 
 
 def measure(dataset: Dataset, seeds: range, kinds: list[str]) -> list[dict[str, object]]:
-    """A row for each kind of model: how many, how many with an alarm, and by which checks.
+    """Return one row per kind of model: the number of models, the number with an alarm, and the checks behind it.
 
-    Of an altered model only findings in the first layer count, which holds the rows: what an attack puts behind them,
-    to keep the network working, can give it away as well, but need not be there.
+    For altered models only findings in the first layer count, which holds the planted rows. The layers that an attack
+    adds after them, to keep the network working, can also reveal it, but a server could do without them.
     """
     data, rows = batch(dataset, 0, 256), list[dict[str, object]]()
 
@@ -223,7 +222,7 @@ def measure(dataset: Dataset, seeds: range, kinds: list[str]) -> list[dict[str, 
         found_by = ", ".join(f"{check} {times}" for check, times in by.items())
         print(f"| {kind} | {name} | {count} | {alarms} | {found_by} | {mean:.2f} |", flush=True)
 
-    print(f"\n{dataset.name}\n\n| kind | model | models | alarms | by check | s a model |\n|{'---|' * 6}")
+    print(f"\n{dataset.name}\n\n| kind | model | models | alarms | by check | s per model |\n|{'---|' * 6}")
     for kind, table in (("imprint", IMPRINTS), ("trap-weights", TRAPS)):
         for name, (spec, change) in table.items() if kind in kinds else []:
             add(kind, name, altered(spec, change, dataset, seeds))
@@ -235,10 +234,10 @@ def measure(dataset: Dataset, seeds: range, kinds: list[str]) -> list[dict[str, 
 
 
 def main() -> None:
-    """Read the options, measure, and write the rates."""
+    """Read the options, measure, and print the alarm rates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0, help="rules were made while looking at seeds 0 to 2")
+    parser.add_argument("--first-seed", type=int, default=0, help="the checks were designed on seeds 0 to 2")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--dataset", default="mnist-5k")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)

@@ -1,4 +1,4 @@
-"""The work that all engines are timed on: 100 clients of 200 images of MNIST."""
+"""The workload that all engines are timed on: 100 clients with 200 MNIST images each."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ CLIENTS, SAMPLED, IMAGES, BATCH, LR = 100, 10, 200, 32, 0.01
 
 
 def load() -> Dataset:
-    """A data set of exactly 100 x 200 training images, from the data root that BENCH_DATA names."""
+    """Return a data set of exactly 100 x 200 training images, from the data root in BENCH_DATA."""
     root = os.environ.get("BENCH_DATA")
     try:
         whole = load_dataset("mnist", Path(root) if root else None)
