@@ -1,4 +1,4 @@
-"""CA-FL: a tenth as many random mixtures of an update's entries, with noise; the server solves for a sparse update."""
+"""CA-FL: send a few noisy random projections of the update, from which the server recovers a sparse update."""
 
 import functools
 import math
@@ -21,20 +21,20 @@ from gradveil.validate import in_range, one_of
 _SENSED, _LIKE, _LAST = "sensed", "like.", "last."
 _SEED, _BOUND = "seed", "bound"
 _BLOCK = 256
-"""Entries that are mixed with each other."""
+"""Number of entries that are transformed together."""
 _RANGE = 3.0
-"""Standard deviations of a number that random mixing makes of an update at the bound: 3 in 1000 are beyond."""
+"""Limit of a projection in standard deviations, for an update with norm C: about 3 of 1000 projections exceed it."""
 _LEAST = 0.01
-"""The bound stays above this part of ``clip``."""
+"""The bound on the norm is at least this share of ``clip``."""
 _THRESHOLD, _STEPS = 2.5, 20
-"""Of the sparse solver: by recovery of real updates of lenet5, with and without noise."""
+"""Settings of the sparse solver, chosen by recovery of real updates of lenet5, with and without noise."""
 
 
 @dataclass(frozen=True)
 class CaFl(Defence):
-    r"""Send a few noisy random mixtures of all entries (compressive sensing), from which a sparse update is solved for.
+    r"""Send a few noisy random projections of the update (compressive sensing); the server recovers a sparse update.
 
-    With u all n entries of the update in one vector, and :math:`w^t` the model broadcast in round t, a client sends the
+    With u the vector of all n entries of the update, and :math:`w^t` the model broadcast in round t, a client sends the
     :math:`m = \lceil r n \rceil` numbers
 
     .. math:: y = \text{clamp}_{c_t}\Big( \Phi_t\, u \min\Big(1, \frac{C_t}{\|u\|_2}\Big) \Big) + z, \qquad
@@ -42,40 +42,42 @@ class CaFl(Defence):
 
     .. math:: C_t = \min(C,\, \max(\kappa \|w^t - w^{t-1}\|_2,\, C / 100)), \qquad C_1 = C
 
-    :math:`\Phi` has orthonormal rows: it shuffles the entries, flips signs at random, takes the Hartley transform of
-    each 256 of them, and keeps m of the n results. The server draws its seed anew in each round and broadcasts it with
-    :math:`C_t`, so the noise adapts to how far the model still moves, at no cost in privacy. The server then takes
+    :math:`\Phi_t` has orthonormal rows: it shuffles the entries, flips signs at random, applies the Hartley transform
+    to blocks of 256 entries, and keeps m of the n results. In each round the server draws a new seed for it and
+    broadcasts the seed and :math:`C_t`. So the noise adapts to how far the model still moves, at no privacy cost. The
+    server then recovers
 
     .. math:: \hat x = \arg\min_x \tfrac12 \|y - \Phi x\|_2^2 + \lambda \|x\|_1, \quad
         \lambda = \frac{2.5\, \|y\|_2}{\sqrt n}, \qquad \hat u = \hat x + \Phi^\top (y - \Phi \hat x)
 
-    by 20 steps of FISTA; the last step makes :math:`\Phi \hat u = y`, so nothing of y is lost. Beside y a message holds
-    the shapes and types of the tensors, as tensors without entries. Early clients of a chain get no broadcast; their
-    seed is 0 and their bound C.
+    by 20 steps of FISTA. The last term makes :math:`\Phi \hat u = y`, so no information in y is lost. A message also
+    holds the shapes and types of the tensors, as tensors without entries. In a chain with clients that train early,
+    those clients get no broadcast; they use seed 0 and bound C.
 
-    Threat model: a curious server that sees all updates of a client.
-    Does not protect: against an attacker who compares in the compressed domain, for the seed is the server's: a tenth
-        of a network's entries is often more than an image's pixels, so that only the noise protects. The
-        number of a client's images counts as known. Running statistics of BatchNorm (``Update.buffers``) would be
-        sent as they are, so an update that changes them is refused.
-    Guarantee: pure ε-differential privacy of a client's whole data, replacing all of its images by others, hence of
-        each image. With ``per=update`` it is ε a round, and rounds add up; under such noise lenet5 with 10 clients
-        diverges in the second round. With ``per=number``, the reading that trains, ε is that of a number alone,
-        and an update costs m ε: thousands, which promises nothing. The noise is pseudo-random and in floating point,
-        not hardened against those who exploit that.
+    Threat model: an honest-but-curious server that sees all updates of a client.
+    Does not protect: against an attacker who compares projections, since the server knows the seed. A tenth of a
+        network's entries is often more than the pixels of an image, so only the noise protects. The number of a
+        client's images is assumed to be public. Noise does not cover the running statistics of BatchNorm
+        (``Update.buffers``), so an update that changes them is refused.
+    Guarantee: pure ε-differential privacy for the whole data of a client (neighbours replace all of its images), and
+        hence for each image. With ``per=update`` the cost is ε per round, summed over rounds; under that much noise
+        lenet5 with 10 clients diverges in the second round. With ``per=number``, under which networks train, ε covers
+        one number only, and an update costs m ε: thousands, which is no meaningful protection. The noise is
+        pseudo-random and in floating point, and not hardened against attacks on either.
     Reference: Miao et al. 2022, Compressed federated learning based on adaptive local differential privacy, ACSAC,
         https://doi.org/10.1145/3564625.3567973, as the submission Model Entanglement (ICLR 2025) describes and uses
         it: compressive sensing at a ratio of 0.1, adaptive noise, ε = 5.
-    Differs from the paper: it was not at hand. The sensing matrix, the sparse solver, Laplace noise, what adapts, and
-        that ε counts for each number are a reading of that description.
+    Differs from the paper: we had no access to the paper. The sensing matrix, the sparse solver, Laplace noise, the way
+        the noise adapts, and ε per number are our interpretation of that description.
 
     Attributes:
-        ratio: r, numbers sent for each entry.
-        epsilon: ε, the budget of a number or of a whole update.
-        per: ``number`` spends ε on every number sent; ``update`` spends :math:`\varepsilon / m`, so that all together
-            cost ε.
-        clip: C, the bound on the norm of an update; the first round's, and the highest.
-        margin: κ, the bound in units of the last change of the global model, which recovers a part of it only.
+        ratio: r, how many numbers are sent per entry of the update.
+        epsilon: ε, the budget of each number or of each update, see ``per``.
+        per: ``number`` spends ε on every number sent; ``update`` spends :math:`\varepsilon / m` on each, so that an
+            update costs ε.
+        clip: C, the bound on the norm of an update in the first round, and the highest in later rounds.
+        margin: κ, the bound in later rounds in units of the last change of the global model. It should be above 1, as
+            the recovered updates are smaller than the true ones.
     """
 
     ratio: float = 0.1
@@ -92,7 +94,7 @@ class CaFl(Defence):
         in_range("margin", self.margin, 0, open_low=True)
 
     def public(self, early: Mapping[int, Update], server: Server) -> Tensors:
-        """The seed of this round's mixtures, and the bound."""
+        """Broadcast the seed of this round's projections, and the bound on the norm."""
         now = {name: parameter.detach().cpu().clone() for name, parameter in server.model.named_parameters()}
         changes = {name: now[name] - server.state[_LAST + name] for name in now if _LAST + name in server.state}
         server.state.update({_LAST + name: tensor for name, tensor in now.items()})
@@ -102,7 +104,7 @@ class CaFl(Defence):
         return {_SEED: seed, _BOUND: torch.tensor(bound, dtype=torch.float64)}
 
     def on_update(self, update: Update, client: Client) -> Update:
-        """Clip, mix and add noise; what is sent has other names and shapes."""
+        """Clip, project and add noise; the tensors sent have other names and shapes than the update."""
         refuse_moved_buffers(self.name, update)
         refuse_infinite(self.name, update)
         tensors = {name: update.tensors[name] for name in sorted(update.tensors)}
@@ -116,20 +118,21 @@ class CaFl(Defence):
         return replace(update, tensors=noisy | {_LIKE + name: tensor[None][:0] for name, tensor in tensors.items()})
 
     def on_server(self, update: Update, server: Server) -> Update:
-        """Solve for a sparse update of the shapes that were sent along."""
+        """Recover a sparse update with the shapes that the client sent."""
         like = {name.removeprefix(_LIKE): t for name, t in sorted(update.tensors.items()) if name.startswith(_LIKE)}
         entries = sum(math.prod(tensor.shape[1:]) for tensor in like.values())
         sensing, measured = self._sensing(entries, server.public), update.tensors.get(_SENSED)
         if measured is None or measured.shape != sensing.rows.shape:
             raise DefenceError(
                 f"Defence 'ca-fl' needs {len(sensing.rows)} numbers for an update of {entries} entries, got "
-                f"{'none' if measured is None else tuple(measured.shape)}. Give clients and server the same settings."
+                f"{'none' if measured is None else tuple(measured.shape)}. Use the same settings of ca-fl on clients "
+                "and server."
             )
         recovered = unflat(recover(sensing, measured)[None], like)
         return replace(update, tensors={name: tensor[0].to(like[name].dtype) for name, tensor in recovered.items()})
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Compare what was sensed: clip and mix the guess, and take both back to the entries."""
+        """Return ``compressed``: clip and project the guess, and compare projections mapped back to the entries."""
         seen = {name: arrived.gradients[name] for name in sorted(arrived.gradients)}
         entries = sum(math.prod(tensor.shape[1:]) for tensor in seen.values())
         sensing, spread = self._sensing(entries, arrived.public), noise_spread("update", arrived.steps)
@@ -143,18 +146,18 @@ class CaFl(Defence):
             ordered = clip_rows({name: guess[name] for name in seen}, {}, bound=bound)
             return unflat(sensing.spread(sensing.measure(flat(ordered)).clamp(-limit, limit)), ordered)
 
-        kept = len(sensing.rows) / max(entries, 1)  # an entry has this part of a number's noise, and of its say
+        kept = len(sensing.rows) / max(entries, 1)  # share of a number's noise variance and weight in each entry
         std = math.sqrt(2 * kept) * self._scale(entries, arrived.public)
         noise = seen_noise(arrived.gradients, std, spread, relative=False)
         return {"compressed": Countermove(sent, "l2", noise, dict.fromkeys(noise, kept), look=look)}
 
     def budget(self, releases: Releases) -> Budget | None:
-        """Pure budgets add up over rounds, and over numbers, if these are known."""
+        """Return the sum of ε over rounds (and over numbers), or None if the number of entries is unknown."""
         numbers = self._count(releases.entries) if self.per == "number" else 1
         return Budget(self.epsilon * numbers * releases.rounds, 0.0) if numbers else None
 
     def _count(self, entries: int) -> int:
-        """How many numbers are sent of so many entries."""
+        """Return m, how many numbers are sent for an update of ``entries`` entries."""
         return math.ceil(round(self.ratio * entries, 6))
 
     def _sensing(self, entries: int, public: Tensors) -> "Sensing":
@@ -164,24 +167,24 @@ class CaFl(Defence):
         return float(public.get(_BOUND, self.clip))
 
     def _limit(self, entries: int, public: Tensors) -> float:
-        """No number is larger than this before noise."""
+        """Return the largest magnitude of a number before noise."""
         return _RANGE * self._bound(public) / math.sqrt(max(entries, 1))
 
     def _scale(self, entries: int, public: Tensors) -> float:
-        """Of the Laplace noise on a number."""
+        """Return the scale of the Laplace noise on a number."""
         share = self.epsilon if self.per == "number" else self.epsilon / max(self._count(entries), 1)
         return 2 * self._limit(entries, public) / share
 
 
 @dataclass(frozen=True, eq=False)
 class Sensing:
-    """A random matrix with orthonormal rows, (m, n), that is never stored.
+    """A random (m, n) matrix with orthonormal rows, applied without ever being stored.
 
     Attributes:
-        order: (n,) the entries' random order.
+        order: (n,) random permutation of the entries.
         back: (n,) its inverse.
-        signs: (n,) 1 or -1, of the entries in their random order.
-        rows: (m,) the numbers that are kept.
+        signs: (n,) random signs of the permuted entries, 1 or -1.
+        rows: (m,) indices of the transformed entries that are kept.
     """
 
     order: Tensor
@@ -190,13 +193,13 @@ class Sensing:
     rows: Tensor
 
     def measure(self, entries: Tensor) -> Tensor:
-        """(..., n) to (..., m): the product with the matrix."""
+        """Multiply by the matrix: (..., n) to (..., m)."""
         device = entries.device
         shuffled = entries[..., self.order.to(device)] * self.signs.to(entries)
         return _mixed(shuffled)[..., self.rows.to(device)]
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """(..., m) to (..., n): the product with the transposed matrix, whose rows are orthonormal."""
+        """Multiply by the transposed matrix: (..., m) to (..., n)."""
         device, shape = numbers.device, (*numbers.shape[:-1], len(self.order))
         mixed = numbers.new_zeros(shape).index_copy(-1, self.rows.to(device), numbers)
         return (_mixed(mixed) * self.signs.to(numbers))[..., self.back.to(device)]
@@ -204,7 +207,7 @@ class Sensing:
 
 @functools.lru_cache(maxsize=2)
 def draw_sensing(entries: int, numbers: int, seed: int) -> Sensing:
-    """The matrix of a seed; the same on all sides.
+    """Draw the matrix of a seed; clients and server get the same one.
 
     Example:
         >>> sensing = draw_sensing(1000, 100, seed=3)
@@ -219,10 +222,12 @@ def draw_sensing(entries: int, numbers: int, seed: int) -> Sensing:
 
 
 def recover(sensing: Sensing, numbers: Tensor, threshold: float = _THRESHOLD, steps: int = _STEPS) -> Tensor:
-    r"""(n,) a sparse vector with exactly these ``numbers`` (m,): FISTA for the lasso, then the nearest that fits.
+    r"""Return a sparse vector (n,) whose projections are ``numbers`` (m,).
 
-    Reference: Beck and Teboulle 2009, A fast iterative shrinkage-thresholding algorithm, Section 4; the step is 1, as
-    :math:`\|\Phi\| = 1`.
+    FISTA solves the lasso problem; the result is then moved to the nearest vector with exactly these projections.
+
+    Reference: Beck and Teboulle 2009, A fast iterative shrinkage-thresholding algorithm, Section 4. The step size is 1,
+    as :math:`\|\Phi\| = 1`.
     """
     entries = len(sensing.order)
     penalty = threshold * float(numbers.double().norm()) / math.sqrt(max(entries, 1))
@@ -237,14 +242,14 @@ def recover(sensing: Sensing, numbers: Tensor, threshold: float = _THRESHOLD, st
 
 
 def flat(tensors: Tensors) -> Tensor:
-    """(T, n) all entries of T gradients, each (T, ...) by name, at least in float32."""
+    """Concatenate all entries of T gradients, given as (T, ...) by name, to (T, n) in float32 or wider."""
     wide = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()), torch.float32)
     rows = [tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None] for tensor in tensors.values()]
     return torch.cat([row.to(wide) for row in rows], 1) if rows else torch.zeros(1, 0)
 
 
 def unflat(rows: Tensor, like: Tensors) -> dict[str, Tensor]:
-    """The inverse of `flat`: (T, n) by name, in the shapes that each (any, ...) of ``like`` has."""
+    """Invert `flat`: split (T, n) into tensors (T, ...) by name, with the shapes of ``like`` after the first axis."""
     parts = torch.split(rows, [math.prod(tensor.shape[1:]) for tensor in like.values()], 1)
     return {
         name: part.reshape(len(rows), *tensor.shape[1:])
@@ -253,7 +258,7 @@ def unflat(rows: Tensor, like: Tensors) -> dict[str, Tensor]:
 
 
 def _mixed(rows: Tensor) -> Tensor:
-    """(..., n) the Hartley transform of each block of entries, and of the rest; it is its own inverse and transpose."""
+    """Apply the Hartley transform to each block of (..., n) and to the rest; it is its own inverse and transpose."""
     whole = rows.shape[-1] // _BLOCK * _BLOCK
     blocks = rows[..., :whole].reshape(*rows.shape[:-1], whole // _BLOCK, _BLOCK)
     rest = rows[..., whole:]
@@ -263,7 +268,7 @@ def _mixed(rows: Tensor) -> Tensor:
 
 @functools.cache
 def _hartley(size: int) -> Tensor:
-    """(size, size) the orthonormal matrix with the entries (cos + sin)(2 pi j k / size) / sqrt(size)."""
+    """Return the orthonormal (size, size) matrix with entries (cos + sin)(2 pi j k / size) / sqrt(size)."""
     index = torch.arange(size)
     angles = torch.outer(index, index).remainder(max(size, 1)).double() * (2 * math.pi / max(size, 1))
     return (angles.cos() + angles.sin()) / math.sqrt(max(size, 1))

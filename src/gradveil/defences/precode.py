@@ -1,4 +1,4 @@
-"""PRECODE: a variational bottleneck before the last layer, so that gradients come from features that were drawn."""
+"""PRECODE: a variational bottleneck before the last layer, so that gradients come from randomly drawn features."""
 
 import copy
 import math
@@ -25,9 +25,9 @@ _NAME = "precode"
 
 @dataclass(frozen=True)
 class Precode(Defence):
-    r"""Put a variational bottleneck before the last fully connected layer, and train it with a Kullback-Leibler term.
+    r"""Insert a variational bottleneck before the last fully connected layer, and add its KL divergence to the loss.
 
-    With r the d features before the last layer,
+    With r the d features before the last layer, the last layer gets r' in place of r:
 
     .. math::
         (\mu, \rho) = W_e r + b_e, \qquad \sigma = \operatorname{softplus}(\rho), \qquad
@@ -36,24 +36,24 @@ class Precode(Defence):
     .. math:: \ell = \ell_{CE} + \frac{\beta}{\ln 2} \cdot \frac 1N \sum_n
         \frac 12 \sum_k \left( \mu_k^2 + \sigma_k^2 - 1 - 2 \ln \sigma_k \right)
 
-    and the last layer sees r' in place of r. The bottleneck is shared and aggregated as all else. In evaluation z is
-    the mean. The second term does not depend on what was drawn, so its gradient is taken in a pass of its own.
+    The bottleneck is shared and aggregated like all other layers. In evaluation mode :math:`z = \mu`. The second term
+    of the loss does not depend on ε, so its gradient is computed in a separate pass.
 
-    Threat model: a curious server that matches whole gradients.
-    Does not protect: a single image from a server that reads what was drawn off the bottleneck's own gradients, by
-        two divisions; from one that leaves the bottleneck and what follows out of the match, or searches what was
-        drawn with the image; nor where the network begins with a fully connected layer, whose gradients give the
-        image by a division, whatever comes behind (`linear`).
+    Threat model: an honest-but-curious server that matches whole gradients.
+    Does not protect: a single image against a server that computes ε from the bottleneck's own gradients, by two
+        divisions; against a server that leaves the bottleneck and all later layers out of the match, or that optimises
+        ε together with the image; or a network that begins with a fully connected layer, since dividing the gradients
+        of that layer gives the image exactly, whatever layers follow (the attack ``linear``).
     Guarantee: none.
-    Reference: Scheliga et al. 2022, https://arxiv.org/abs/2108.04725, Section 3; both breaks: Balunovic et al. 2022,
-        https://arxiv.org/abs/2111.04706, and Scheliga et al. 2022, https://arxiv.org/abs/2208.04767; the
-        divisions are this package's own.
-    Differs from the paper: nothing is drawn in evaluation, so that test figures and guesses of an attacker who plays
-        the client again are repeatable; the second term costs a second pass through the network here.
+    Reference: Scheliga et al. 2022, https://arxiv.org/abs/2108.04725, Section 3. Published attacks: Balunovic et al.
+        2022, https://arxiv.org/abs/2111.04706, and Scheliga et al. 2022, https://arxiv.org/abs/2208.04767; computing ε
+        by divisions is our own.
+    Differs from the paper: nothing is drawn in evaluation mode, so that test accuracies, and the gradients of an
+        attacker who simulates the client, are reproducible. The second term costs a second forward and backward pass.
 
     Attributes:
-        size: k, numbers that are drawn.
-        beta: weight of the Kullback-Leibler term.
+        size: K, the number of dimensions of z.
+        beta: weight of the Kullback-Leibler (KL) term.
     """
 
     size: int = 256
@@ -64,16 +64,18 @@ class Precode(Defence):
         in_range("beta", self.beta, 0)
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
-        """Put the bottleneck before the last Linear that is called; where that can't be traced, the last defined."""
+        """Insert the bottleneck before the last Linear called, or the last one defined if tracing fails."""
         model = copy.deepcopy(model)
         linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name}
         if not linears:
             raise ConfigError(
-                "Defence 'precode' stands before the last fully connected layer, but this network has no nn.Linear. "
-                "Use a model that ends in one (all of `gradveil list models` do), or another defence."
+                "Defence 'precode' goes before the last fully connected layer, but this network has no nn.Linear. "
+                "Use a model that ends in one (--model; all of `gradveil list models` do), or another defence."
             )
         if any(isinstance(layer, Bottleneck) for layer in model.modules()):
-            raise ConfigError("Defence 'precode' has one bottleneck, got a network with one. Use it once in a chain.")
+            raise ConfigError(
+                "Defence 'precode' adds one bottleneck, but this network already has one. Use it only once in a chain."
+            )
         called = [str(node.target) for node in traced_calls(model) if node.target in linears]
         name = (called or list(linears))[-1]
         last = linears[name]
@@ -85,7 +87,7 @@ class Precode(Defence):
         return model
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
-        """The layer behind the bottleneck must give the network's result, with no other behind or beside it."""
+        """Raise `ConfigError` unless the layer after the bottleneck alone gives the network's result."""
         calls = calls_on_blank(network, shape)
         (bottleneck,) = (name for name, layer in network.named_modules() if isinstance(layer, Bottleneck))
         name = bottleneck.removesuffix(_NAME) + "linear"
@@ -95,15 +97,15 @@ class Precode(Defence):
         if met != [name]:
             others = ", ".join(repr(other) for other in met[-3:])
             raise ConfigError(
-                f"Defence 'precode' stands before {name!r}, which alone must give the network's result, got it from "
+                f"Defence 'precode' goes before {name!r}, which alone must give the network's result, got it from "
                 f"{others or 'no layer'}. Let the network end in one nn.Linear, called once, or use another defence."
             )
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
-        """Add the gradient of the Kullback-Leibler term."""
-        if not self.beta or not len(batch):  # e.g. of Poisson sampling
+        """Add the gradient of the KL term."""
+        if not self.beta or not len(batch):  # Poisson sampling may draw an empty batch
             return gradient
-        network = copy.deepcopy(client.model)  # BatchNorm must not count the batch twice
+        network = copy.deepcopy(client.model)  # so that BatchNorm does not count the batch twice
         ((name, bottleneck),) = ((n, layer) for n, layer in network.named_modules() if isinstance(layer, Bottleneck))
         parameters = {name: p for name, p in network.named_parameters() if name in gradient}
         with torch.enable_grad(), global_stream(0, _NAME):
@@ -114,17 +116,18 @@ class Precode(Defence):
         return {name: tensor + added[name] if name in added else tensor for name, tensor in gradient.items()}
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """For a single image and step work out what was drawn: ``solved``, or search it with the image: ``joint``.
+        """Return ``solved`` and ``joint`` for a single image and step, and ``omit`` for any number.
 
-        For any number leave out the bottleneck and what follows: ``omit``. All know the second term of the
-        loss. In the first all tensors count alike, so that the convolutions' are heard beside the bottleneck's.
+        ``solved`` computes ε from the gradients, ``joint`` optimises ε together with the image, and ``omit`` leaves the
+        bottleneck and all later layers out of the match. All of them include the KL term. ``solved`` gives each tensor
+        the same weight, so that the gradients of convolutions count beside the larger ones of the bottleneck.
         """
         names = list(arrived.gradients)
         first = next((number for number, name in enumerate(names) if _NAME in name.split(".")), len(names))
         block = names[first].split(f"{_NAME}.")[0] + _NAME if first < len(names) else ""
         penalties = {f"{block}.encoder": partial(_weighted_divergence, self.beta)} if block and self.beta else {}
         omit = Countermove(weights=dict.fromkeys(names[first:], 0.0), penalties=penalties)
-        if arrived.batch_size > 1 or len(arrived.steps) > 1 or not block:  # each step draws anew
+        if arrived.batch_size > 1 or len(arrived.steps) > 1 or not block:  # each image and step has its own draw
             return {"omit": omit}
         joint = Countermove(unknowns={f"{block}.noise": self._draws}, penalties=penalties)
         if arrived.network is None:
@@ -138,7 +141,7 @@ class Precode(Defence):
 
 
 class Bottleneck(nn.Module):
-    """Encoder to mean and spread, a draw, and the decoder back to as many features."""
+    """An encoder to mean and standard deviation, a random draw, and a decoder back to the same number of features."""
 
     def __init__(self, features: int, size: int) -> None:
         super().__init__()
@@ -146,25 +149,25 @@ class Bottleneck(nn.Module):
         self.noise = Noise()
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features (N, d) to features (N, d)."""
+        """Map features (N, d) to features (N, d)."""
         mean, spread = self.encoder(features).chunk(2, -1)
         result: Tensor = self.decoder(mean + F.softplus(spread) * self.noise(mean))
         return result
 
 
 class Noise(nn.Module):
-    """Standard normal numbers in training, from torch's global generator; zeros in evaluation."""
+    """Standard normal noise from torch's global generator in training mode; zeros in evaluation mode."""
 
     def forward(self, like: Tensor) -> Tensor:
-        """As many as in ``like``."""
+        """Return noise of the shape of ``like``."""
         return torch.randn_like(like) if self.training else torch.zeros_like(like)
 
 
 def divergence(encoded: Tensor) -> Tensor:
-    """(N,) Kullback-Leibler divergence from the standard normal in bits, of means and raw spreads (N, 2k).
+    """Return the KL divergence (N,) from the standard normal, in bits, of encoder outputs (N, 2 size).
 
     Example:
-        >>> raw = math.log(math.e - 1)  # softplus of it is 1
+        >>> raw = math.log(math.e - 1)  # softplus(raw) = 1
         >>> divergence(torch.tensor([[0.0, raw], [2.0, raw]])).round(decimals=3)
         tensor([0.0000, 2.8850])
     """
@@ -174,16 +177,16 @@ def divergence(encoded: Tensor) -> Tensor:
 
 
 def _is_weighted(layer: nn.Module) -> bool:
-    """Whether a layer has parameters of its own, and no layers inside."""
+    """Return whether a layer has parameters and no child layers."""
     return not any(layer.children()) and next(layer.parameters(), None) is not None
 
 
 def _drawn(bottleneck: nn.Module, name: str, gradients: Tensors) -> Tensor:
-    r"""(T, k) what each client drew for its only image.
+    r"""Return the noise ε (T, size) that each client drew for its only image.
 
-    A Linear's gradients are :math:`\delta x^T` and :math:`\delta`, so what encoder and decoder saw, r and z, are
-    quotients of theirs, and :math:`\epsilon = (z - \mu(r)) / \sigma(r)`. The second term of the loss changes the
-    encoder's error, not its input.
+    The gradients of a Linear's weight and bias are :math:`\delta x^T` and :math:`\delta`, so dividing them gives the
+    inputs of encoder and decoder, r and z. Then :math:`\epsilon = (z - \mu(r)) / \sigma(r)`. The KL term changes the
+    encoder's :math:`\delta`, but not its input.
     """
     features, mixed = (_input(gradients, f"{name}.{layer}") for layer in ("encoder", "decoder"))
     encoded: Tensor = bottleneck.get_submodule("encoder")(features)
@@ -192,7 +195,7 @@ def _drawn(bottleneck: nn.Module, name: str, gradients: Tensors) -> Tensor:
 
 
 def _input(gradients: Tensors, name: str) -> Tensor:
-    """(T, features) that a Linear saw of a single image, by least squares over its outputs."""
+    """Return the input (T, features) of a Linear for a single image, by least squares over its outputs."""
     weight, bias = gradients[f"{name}.weight"], gradients[f"{name}.bias"]
     return torch.einsum("toi,to->ti", weight, bias) / bias.square().sum(1, keepdim=True)
 

@@ -1,4 +1,4 @@
-"""ATS's search for transformation policies: how much a policy hides, and how much of the accuracy it should keep."""
+"""ATS's search for policies: score random policies by how much they hide and how much accuracy they should keep."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ class Candidate(NamedTuple):
     """A policy with its scores.
 
     Attributes:
-        policy: its text, as the defence ``ats`` takes it.
-        privacy: Spri; lower hides more.
-        accuracy: Sacc; higher keeps more.
+        policy: numbers of its operations, as the setting ``policy`` of the defence ``ats`` takes them.
+        privacy: the paper's Spri; a lower score hides more.
+        accuracy: the paper's Sacc; a higher score keeps more accuracy.
     """
 
     policy: str
@@ -32,18 +32,19 @@ class Candidate(NamedTuple):
 
 
 def privacy_scores(network: nn.Module, images: Tensor, labels: Tensor, rng: torch.Generator) -> Tensor:
-    r"""Spri of each image: how much of the way from noise to the image its gradient can be felt, (N,).
+    r"""Return Spri (N,): the mean similarity between an image's gradient and gradients on the way from noise to it.
 
     .. math:: S_{pri} = \int_0^1 \cos\big(\nabla_\theta L(x_\tau, y), \nabla_\theta L(x, y)\big) d\tau, \qquad
         x_\tau = (1 - \tau)\, x_0 + \tau\, x
 
-    with :math:`x_0` uniform noise, the mean over tensors of their cosines, and the trapezoidal rule over 20 parts.
+    with uniform noise :math:`x_0`. The cosine is computed for each parameter tensor and averaged over tensors; the
+    integral is computed by the trapezoidal rule with 20 intervals.
 
     Args:
-        network: semi-trained, so that its gradients tell images apart; in evaluation mode.
-        images: transformed ones, (N, C, H, W) in [0, 1].
+        network: a partly trained network, whose gradients differ between images; in evaluation mode.
+        images: transformed images (N, C, H, W) in [0, 1].
         labels: (N,).
-        rng: of the noise.
+        rng: generator for the noise.
 
     Reference: Gao et al. 2021, https://arxiv.org/abs/2011.12505, Eq. 5, and the authors' code.
     """
@@ -59,11 +60,12 @@ def privacy_scores(network: nn.Module, images: Tensor, labels: Tensor, rng: torc
 
 
 def accuracy_score(network: nn.Module, images: Tensor) -> float:
-    r"""Sacc: how differently an untrained network treats the images.
+    r"""Return Sacc, which is higher the less correlated the images' Jacobians are in an untrained network.
 
     .. math:: S_{acc} = -\sum_i \log(\sigma_i + \epsilon) + \frac{1}{\sigma_i + \epsilon}
 
-    where :math:`\sigma` are the eigenvalues of the correlations between the images' Jacobians (of the summed outputs).
+    where :math:`\sigma_i` are the eigenvalues of the correlation matrix of the images' Jacobians (gradients of the
+    summed outputs with respect to each image).
 
     Reference: Gao et al. 2021, Eq. 8, after Mellor et al. 2021, https://arxiv.org/abs/2006.04647.
     """
@@ -88,26 +90,26 @@ def search_policies(
     privacy_images: int = 50,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Candidate]:
-    """Random policies with their scores, those that keep enough accuracy first, and the most private one first of all.
+    """Score random policies, and return those that keep enough accuracy first, each group sorted by privacy.
 
     Args:
-        trained: a semi-trained network, for privacy (the paper: on 10 % of the data).
-        untrained: one as it is before training, for accuracy.
-        batch: images that are looked at; the paper takes 100 for accuracy.
-        transform: the images after the policy of a text.
-        candidates: how many policies are tried; the paper has 1,600.
-        rng: of everything that is drawn.
-        longest: operations in a policy at most.
-        operations: how many there are to draw from.
-        least_accuracy: Sacc that a policy must have. It is -1 an image at best; the authors have -85 for one image of
-            each class among 100, which are some 63 of CIFAR-100's.
-        privacy_images: of ``batch``, those that privacy is the mean of.
-        progress: called with the share that is done.
+        trained: a partly trained network for the privacy score (in the paper trained on 10 % of the data).
+        untrained: a network at its initial weights for the accuracy score.
+        batch: images for both scores; the paper uses 100 for accuracy.
+        transform: function of a policy, images and a generator that returns the transformed images.
+        candidates: number of policies to try; the paper tries 1,600.
+        rng: generator for all random draws.
+        longest: largest number of operations in a policy.
+        operations: number of operations to choose from.
+        least_accuracy: Sacc that a policy should reach. The best possible value is -1 per image. The authors use -85
+            for one image of each class among 100 images of CIFAR-100, which is about 63 images.
+        privacy_images: number of images of ``batch`` over which the privacy score is averaged.
+        progress: called with the share of policies that are done.
     """
     for name, value in (("candidates", candidates), ("longest", longest), ("privacy_images", privacy_images)):
         in_range(name, value, 1)
     if len(batch) < 2:
-        raise ConfigError(f"batch must hold two images or more to correlate, got {len(batch)}.")
+        raise ConfigError(f"batch must have at least two images to correlate, got {len(batch)}. Pass more images.")
     networks = [copy.deepcopy(network).eval() for network in (trained, untrained)]
     found = []
     for number, policy in enumerate(_drawn(candidates, longest, operations, rng)):
@@ -120,11 +122,14 @@ def search_policies(
 
 
 def _drawn(candidates: int, longest: int, operations: int, rng: torch.Generator) -> Sequence[str]:
-    """Different policies of one to ``longest`` operations."""
+    """Draw different policies of one to ``longest`` operations."""
     texts: dict[str, None] = {}
     for _ in range(100 * candidates):
         length = int(torch.randint(1, longest + 1, (), generator=rng))
         texts["-".join(map(str, torch.randint(operations, (length,), generator=rng).tolist()))] = None
         if len(texts) == candidates:
             return list(texts)
-    raise ConfigError(f"candidates must be at most the number of different policies, got {candidates}.")
+    raise ConfigError(
+        f"candidates must be at most the number of different policies, got {candidates}. Lower candidates, or raise "
+        "longest."
+    )

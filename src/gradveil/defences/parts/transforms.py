@@ -1,7 +1,7 @@
-"""Image operations of AutoAugment on tensors, and ATS's fifty of them with their strengths.
+"""Image operations of AutoAugment on tensors, and the fifty operations with fixed strengths that ATS uses.
 
-All take images (N, C, H, W) in [0, 1] and a sign for each, (N,) of -1 and 1, and return images of the same shape in
-[0, 1]. They are Pillow's operations without its rounding to bytes, unless an operation is about bytes itself.
+Every operation takes images (N, C, H, W) in [0, 1] and signs (N,) of -1 or 1, and returns images of the same shape in
+[0, 1]. The operations are those of Pillow without rounding to bytes, except for operations that are defined on bytes.
 """
 
 import math
@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Operation = Callable[[Tensor, float, Tensor], Tensor]
-"""From images, a strength and signs to images."""
+"""A function of images, a strength and signs that returns images."""
 
 
 class Transform(NamedTuple):
-    """One operation with its strength.
+    """One image operation with its strength.
 
     Attributes:
-        name: of the operation.
-        level: 0 to 9, from none to the strongest.
+        name: name of the operation.
+        level: strength from 0 (weakest) to 9 (strongest).
     """
 
     name: str
@@ -29,32 +29,33 @@ class Transform(NamedTuple):
 
     @property
     def strength(self) -> float:
-        """What the operation is called with: a tenth step of its range."""
+        """Return the operation's parameter: the value at ``level`` of ten equally spaced values over its range."""
         low, high = _RANGES.get(self.name, (0.0, 0.0))
         return low + (high - low) * self.level / 9
 
     @property
     def is_signed(self) -> bool:
-        """Whether it goes one way or the other at random."""
+        """Return whether the operation goes in a random direction, e.g. left or right."""
         return self.name in _SIGNED
 
     def __call__(self, images: Tensor, signs: Tensor) -> Tensor:
-        """The images after the operation."""
+        """Apply the operation to the images."""
         return _OPERATIONS[self.name](images, self.strength, signs.to(images).view(-1, 1, 1, 1)).clamp(0, 1)
 
     def left(self, known: Tensor, signs: Tensor) -> Tensor:
-        """Which pixels (N, 1, H, W) show the picture after the operation, of those that did before."""
+        """Return the mask (N, 1, H, W) of pixels that show the picture after the operation, given that before it."""
         return _whole(self(known.float(), signs)) if self.name in _MOVES else known
 
     def undone(self, images: Tensor, known: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-        """Images that the operation may have come from, and which of their pixels are known.
+        """Undo the operation as far as possible; return the images and the mask of their known pixels.
 
-        What tones it destroyed stay as they are; what it moved out of the picture is filled from known pixels.
+        Tones that the operation destroyed are not restored. Pixels that it moved out of the picture are filled with the
+        median of the known pixels.
 
         Args:
             images: (N, C, H, W) after the operation.
-            known: (N, 1, H, W), which of their pixels show the picture.
-            signs: (N,) as the operation was called with.
+            known: (N, 1, H, W) mask of the pixels that show the picture.
+            signs: (N,) signs with which the operation was called.
         """
         signs = signs.to(images).view(-1, 1, 1, 1)
         if self.name not in _MOVES:
@@ -65,7 +66,7 @@ class Transform(NamedTuple):
 
 
 def filled(images: Tensor, known: Tensor) -> Tensor:
-    """Images (N, C, H, W) with the median of an image's known pixels, channel by channel, at the others; grey if none.
+    """Set unknown pixels of images (N, C, H, W) to the per-channel median of the image's known pixels, or 0.5 if none.
 
     Example:
         >>> filled(torch.tensor([[[[0.2, 0.4, 0.0, 0.4]]]]), torch.tensor([[[[True, True, False, True]]]]))[0, 0, 0, 2]
@@ -76,12 +77,12 @@ def filled(images: Tensor, known: Tensor) -> Tensor:
 
 
 def _whole(share: Tensor) -> Tensor:
-    """Which pixels of a moved mask were made of known pixels alone."""
+    """Return which pixels of a moved mask were interpolated from known pixels only."""
     return share > 0.99
 
 
 def _affine(images: Tensor, rows: Tensor, *, mode: str, fill: float) -> Tensor:
-    """Look every output pixel (x, y), in pixels, up at rows @ (x, y, 1); rows are (N, 2, 3). Outside is ``fill``."""
+    """Read each output pixel (x, y) from the input at rows @ (x, y, 1), with rows (N, 2, 3); ``fill`` if outside."""
     count, _, height, width = images.shape
     ys, xs = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
     here = torch.stack([xs, ys, torch.ones_like(xs)], -1).to(images)  # (H, W, 3)
@@ -94,7 +95,7 @@ def _affine(images: Tensor, rows: Tensor, *, mode: str, fill: float) -> Tensor:
 
 
 def _rows(signs: Tensor, entries: dict[tuple[int, int], float]) -> Tensor:
-    """The identity with some entries, each times the sign."""
+    """Return identity maps (N, 2, 3) with the given entries, multiplied by each image's sign, added."""
     rows = torch.eye(2, 3).repeat(len(signs), 1, 1).to(signs)
     for (i, j), value in entries.items():
         rows[:, i, j] += value * signs.view(-1)
@@ -122,7 +123,7 @@ def _rotate(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 
 
 def _rotated(images: Tensor, angle: float, *, fill: float) -> Tensor:
-    """Counter-clockwise by an angle around the centre."""
+    """Rotate counter-clockwise around the centre by an angle in radians."""
     middle = torch.tensor([images.shape[3] / 2, images.shape[2] / 2])
     turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
     rows = torch.cat([turn, (middle - turn @ middle)[:, None]], 1)
@@ -130,13 +131,13 @@ def _rotated(images: Tensor, angle: float, *, fill: float) -> Tensor:
 
 
 def _blended(images: Tensor, other: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """Away from, or towards, another image: Pillow's enhancers with a factor of 1 + strength or 1 - strength."""
+    """Move away from or towards another image, as Pillow's enhancers with a factor of 1 + or - strength do."""
     blended: Tensor = other + (1 + strength * signs) * (images - other)
     return blended
 
 
 def _grey(images: Tensor) -> Tensor:
-    """Brightness (N, 1, H, W), as bytes; of one channel that channel."""
+    """Return the brightness (N, 1, H, W), with Pillow's weights for three channels and the mean otherwise."""
     if images.shape[1] != 3:
         return images.mean(1, keepdim=True)
     weights = torch.tensor([19595, 38470, 7471]).to(images).view(1, 3, 1, 1) / 65536
@@ -160,7 +161,7 @@ def _sharpness(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 
 
 def _smooth(images: Tensor) -> Tensor:
-    """Pillow's SMOOTH: a 3x3 mean in which the middle counts five times; the border stays."""
+    """Apply Pillow's SMOOTH filter: a 3x3 mean with weight five in the centre; border pixels do not change."""
     kernel = torch.ones(3, 3).to(images)
     kernel[1, 1] = 5
     kernel = (kernel / kernel.sum()).expand(images.shape[1], 1, 3, 3)
@@ -188,7 +189,7 @@ def _autocontrast(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 
 
 def _equalize(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    """Pillow's equalize, channel by channel: a table from the histogram of bytes."""
+    """Equalise each channel as Pillow does, by a lookup table from the histogram of bytes."""
     pixels = torch.round(images.clamp(0, 1) * 255).long().flatten(2)  # (N, C, pixels)
     counts = torch.zeros(*pixels.shape[:2], 256, dtype=torch.long, device=images.device)
     counts.scatter_add_(2, pixels, torch.ones_like(pixels))
@@ -209,7 +210,7 @@ def _kept(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 
 
 def _back(entries: Callable[[Tensor, float], dict[tuple[int, int], float]]) -> Operation:
-    """The inverse of an affine operation: the same with the other sign. Outside is 0, in a mask: not known."""
+    """Return the inverse of an affine operation: the same map with the other sign, and 0 (unknown) outside."""
 
     def undo(images: Tensor, strength: float, signs: Tensor) -> Tensor:
         return _affine(images, _rows(-signs, entries(images, strength)), mode="bilinear", fill=0.0)
@@ -226,18 +227,18 @@ def _dimmed(images: Tensor, strength: float, signs: Tensor) -> Tensor:
 
 
 def _recoloured(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    grey = _grey(images)  # which colour leaves as it is
+    grey = _grey(images)  # which `_color` leaves unchanged
     return grey + (images - grey) / (1 + strength * signs)
 
 
 def _recontrasted(images: Tensor, strength: float, signs: Tensor) -> Tensor:
-    mean = _grey(images).mean((2, 3), keepdim=True)  # likewise
+    mean = _grey(images).mean((2, 3), keepdim=True)  # which `_contrast` leaves unchanged
     return mean + (images - mean) / (1 + strength * signs)
 
 
 def _resharpened(images: Tensor, strength: float, signs: Tensor) -> Tensor:
     found = images
-    for _ in range(10):  # a fixed point: the operation is near the identity
+    for _ in range(10):  # fixed-point iteration, as the operation is near the identity
         found = found + (images - _sharpness(found, strength, signs))
     return found
 
@@ -252,7 +253,7 @@ _INVERSES: dict[str, Operation] = {
     "color": _recoloured, "contrast": _recontrasted, "brightness": _dimmed, "sharpness": _resharpened,
     "invert": _invert,
 }  # fmt: skip
-"""Of operations on tones."""
+"""Inverses of operations that change tones."""
 _MOVES: dict[str, Operation] = {
     "shear-x": _back(lambda images, strength: {(0, 1): strength}),
     "shear-y": _back(lambda images, strength: {(1, 0): strength}),
@@ -260,7 +261,7 @@ _MOVES: dict[str, Operation] = {
     "translate-y": _back(lambda images, strength: {(1, 2): float(round(strength * images.shape[2]))}),
     "rotate": _rotate_back,
 }
-"""Inverses of operations that move pixels, on pictures and masks alike."""
+"""Inverses of operations that move pixels, for images and masks."""
 _SIGNED = ("shear-x", "shear-y", "translate-x", "translate-y", "color", "contrast", "sharpness", "brightness")
 _RANGES = {
     "shear-x": (0, 0.3), "shear-y": (0, 0.3), "translate-x": (0, 150 / 331), "translate-y": (0, 150 / 331),
@@ -283,4 +284,4 @@ STEPS = tuple(
         ("solarize", 1), ("equalize", 5), ("invert", 0), ("translate-y", 3), ("autocontrast", 1),
     )
 )  # fmt: skip
-"""ATS's fifty operations by number; several stand there twice."""
+"""ATS's fifty operations by number; some occur more than once."""
