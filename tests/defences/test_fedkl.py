@@ -260,15 +260,15 @@ def test_what_a_users_convolution_gives_is_locked_wherever_it_is_defined(network
 @pytest.mark.parametrize(
     ("network", "blocks", "found"),
     [
-        (Apart(traced=False), "all", "a call of 'conv2' whose result is used unlocked"),
-        (Apart(traced=False), "conv1", "'norm1' right behind 'conv1.locked', which takes the scales off again"),
-        (Backward(traced=False), "first", "a call of 'stem' whose result is used unlocked"),
-        (Aside(traced=False), "conv1", "a call of 'conv1' whose result is used unlocked"),
-        (Skipped(traced=False), "first", "a call of 'conv' whose result is used unlocked"),
-        (InPlace(traced=False), "first", "a call of 'conv' whose result is used unlocked"),
-        (Twice(), "all", "'norm1' right behind 'conv.locked', which takes the scales off again"),
-        (Twice(traced=False), "all", "a call of 'conv' whose result is used unlocked"),
-        (Tied(), "all", "a call of 'conv1.conv' whose result is used unlocked"),
+        (Apart(traced=False), "all", "a call of 'conv2' whose output is used unlocked"),
+        (Apart(traced=False), "conv1", "'norm1' right after 'conv1.locked', which undoes the scales"),
+        (Backward(traced=False), "first", "a call of 'stem' whose output is used unlocked"),
+        (Aside(traced=False), "conv1", "a call of 'conv1' whose output is used unlocked"),
+        (Skipped(traced=False), "first", "a call of 'conv' whose output is used unlocked"),
+        (InPlace(traced=False), "first", "a call of 'conv' whose output is used unlocked"),
+        (Twice(), "all", "'norm1' right after 'conv.locked', which undoes the scales"),
+        (Twice(traced=False), "all", "a call of 'conv' whose output is used unlocked"),
+        (Tied(), "all", "a call of 'conv1.conv' whose output is used unlocked"),
     ],
 )
 def test_a_network_that_would_be_locked_elsewhere_is_refused_before_any_work(network, blocks, found):
@@ -281,7 +281,10 @@ def test_a_lock_of_something_else_or_none_at_all_is_refused():
     lock = defence.on_model(Apart(), torch.Generator()).norm1
     astray = Apart()
     astray.norm2 = nn.Sequential(nn.ReLU(), lock)
-    for network, found in ((astray, "'norm2.1' locked, which is given something else"), (Apart(), "none of them")):
+    for network, found in (
+        (astray, "'norm2.1' locked, whose input is not the output of a convolution"),
+        (Apart(), "none of them"),
+    ):
         with pytest.raises(ConfigError, match=found):
             replace(defence, blocks=("other",)).check(network, (1, 12, 12))
 

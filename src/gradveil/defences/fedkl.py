@@ -1,4 +1,4 @@
-"""FedKL: scale and shift of a block's channels come out of a private key, through layers that are private too."""
+"""FedKL: a private key, through private lock layers, sets the scales and shifts of a block's channels."""
 
 import copy
 import itertools
@@ -30,56 +30,59 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
 }
 _NAME = "key_lock"
-"""The part of a tensor's name that says that it is private."""
+"""Part of a tensor's name that marks it as private."""
 _UNDOES = (_BatchNorm, _InstanceNorm)
-"""Normalisations that take a channel's scale and shift off, whatever they are."""
+"""Normalisations that remove any scale and shift of a channel."""
 
 
 @dataclass(frozen=True)
 class Fedkl(Defence):
-    r"""Let a private key, through private lock layers, decide how the channels of a convolution are scaled and shifted.
+    r"""Scale and shift the channels of a convolution by numbers that private lock layers compute from a private key.
 
-    A locked block turns the image (or map) x into
+    A locked block maps its input x to
 
     .. math::
         \gamma = \phi(W_\gamma k + b_\gamma), \qquad \beta = \phi(W_\beta k + b_\beta), \qquad
         s = \gamma \odot \frac{u - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta, \qquad u = \theta \otimes x
 
-    with the key k and the lock W, b of the client, one of each for a block. Both stay on the device for ever, beside
-    its private files; the lock is trained with the rest, and all else is shared. What an aggregator gets is the change
-    of a network whose inner scales it does not know. A convolution's own normalisation (BatchNorm, GroupNorm or
-    InstanceNorm, the layer that alone it feeds) loses its own scale and shift; one without gets BatchNorm. What is
-    called first, and what feeds what, comes from the network's code by ``torch.fx``; where a network can't be traced so
-    (it branches on the data, say), from the order of definition. Before any work one blank image is sent through, and a
-    network whose locks turn out to be elsewhere, or to be undone by a normalisation behind, is refused.
-    BatchNorm's statistics are shared as ever, unless ``--batch-norm local``. The server has a random key and lock of
-    its own: ``accuracy_server`` in the rows is that of the global model with them.
+    with the client's own key k and lock W, b; each block has one of each. Key and lock never leave the device. The lock
+    is trained with the network, and all other tensors are shared. So the server gets the update of a network whose
+    inner scales it does not know.
 
-    Threat model: a curious server that matches updates with a lock of its own in place of the client's.
-    Does not protect: against a server that searches the 2C numbers of each locked block with the image: one update has
-        thousands of equations for them. Layers that are not locked stay as they are; the key's length is of no
-        consequence, since the network sees nothing of the key but those 2C numbers. A client that shares the lock's
-        gradient shares the key: it is the gradient of W divided by that of b.
+    If the output of a locked convolution goes to a normalisation only (BatchNorm, GroupNorm or InstanceNorm), the lock
+    replaces the scale and shift of that normalisation; otherwise BatchNorm is added. ``torch.fx`` traces which layer is
+    called first and where outputs go. If a network cannot be traced (e.g. because it branches on the data), the order
+    of definition is used. Before training, one blank image is sent through the network; a network is refused if a lock
+    is in the wrong place, or if a later normalisation undoes it. BatchNorm's running statistics are shared as usual,
+    unless ``--batch-norm local`` is given. The server has a random key and lock of its own; ``accuracy_server`` in the
+    rows is the accuracy of the global model with these.
+
+    Threat model: an honest-but-curious server that matches updates with a lock of its own in place of the client's.
+    Does not protect: against a server that optimises the 2C scales and shifts of each locked block together with the
+        image, since one update gives thousands of equations for them. Layers that are not locked are not protected.
+        A longer key does not help, since the network uses the key only through these 2C numbers. A client that shares
+        the gradient of its lock reveals its key: it is the gradient of W divided by that of b.
     Guarantee: none.
     Reference: Ren et al., Gradient leakage defense with key-lock module for federated learning,
         https://arxiv.org/abs/2305.04095, Sections 3.2 to 3.4, Equation 30.
-    Differs from the paper: the two lock layers are one matrix with 2C rows. Each client draws its lock itself;
-        ``lock=common`` is the paper's, where the server hands out the first values and so knows them in round 1. The
-        paper's Eq. 30 has no activation, the authors' code ReLU, which leaves half of the channels dark at the start
-        (``activation=relu``). Eq. 30 has no normalisation either, but all else has. ``grid`` is ours.
+    Differs from the paper: the two lock layers are one matrix with 2C rows. Each client draws its own lock; in the
+        paper (``lock=common``) the server sends the initial lock to all clients, and so knows it in round 1. Eq. 30 has
+        no activation; the authors' code has ReLU (``activation=relu``), with which half of the channels start at zero.
+        Eq. 30 has no normalisation either, but the rest of the paper has. ``grid`` is our extension.
 
     Attributes:
-        blocks: which convolutions are locked: first, all, or their names written a/b.
-        length: of the key, uniform in [0, 1).
-        activation: of the lock: none, relu or sigmoid.
-        norm: what a convolution without normalisation gets: batch, or none (Eq. 30 as it stands).
-        init: of the lock: ``default`` is PyTorch's, uniform within 1 / sqrt(length); ``uniform`` within 0.5, as in the
-            authors' attacks.
-        grid: scales and shifts differ over grid x grid tiles of the map: C times grid squared numbers each. Ours.
-        lock: ``own`` is drawn by each client, ``common`` begins alike for all, and the server knows it: it is the same
-            in all runs, whatever their seed, and in all blocks with as many channels.
-        source: ``seed`` makes a simulation repeatable, but whoever has the seed has the keys; ``system`` draws keys and
-            locks from the system's secure random source: for real clients.
+        blocks: convolutions to lock: ``first``, ``all``, or names joined by ``/``.
+        length: length of the key; its entries are uniform in [0, 1).
+        activation: activation φ of the lock: ``none``, ``relu`` or ``sigmoid``.
+        norm: what to add after a convolution without normalisation: ``batch`` (BatchNorm), or ``none`` (as in Eq. 30).
+        init: initial values of the lock: ``default`` is PyTorch's, uniform within 1 / sqrt(length); ``uniform`` is
+            uniform within 0.5, as in the authors' attacks.
+        grid: number of tiles per side of the feature map with scales and shifts of their own, C times grid squared
+            numbers each; 1 is the paper's.
+        lock: ``own`` lets each client draw its lock; ``common`` starts all clients with the same lock, which the server
+            knows. It is the same in all runs, whatever their seed, and in all blocks with the same number of channels.
+        source: ``seed`` makes a simulation reproducible, but whoever knows the seed knows the keys; ``system`` draws
+            keys and locks from the operating system's secure random source, for real clients.
     """
 
     blocks: tuple[str, ...] = ("first",)
@@ -93,7 +96,9 @@ class Fedkl(Defence):
 
     def __post_init__(self) -> None:
         if not self.blocks or (len(self.blocks) > 1 and {"first", "all"} & set(self.blocks)):
-            raise ConfigError(f"blocks must be first, all or names of convolutions, got {'/'.join(self.blocks)!r}.")
+            raise ConfigError(
+                f"blocks must be first, all or names of convolutions, got {'/'.join(self.blocks)!r}. Try blocks=first."
+            )
         in_range("length", self.length, 1)
         one_of("activation", self.activation, ACTIVATIONS)
         one_of("norm", self.norm, ["batch", "none"])
@@ -103,9 +108,11 @@ class Fedkl(Defence):
         one_of("source", self.source, ["seed", "system"])
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
-        """Lock the chosen blocks, with a fresh key and lock for each."""
+        """Lock the chosen convolutions, each with a new key and lock."""
         if any(isinstance(layer, KeyLock) for layer in model.modules()):
-            raise ConfigError("Defence 'fedkl' locks a network once, got one that is locked. Use it once in a chain.")
+            raise ConfigError(
+                "Defence 'fedkl' locks a network once, but this network is locked already. Use it only once in a chain."
+            )
         model = copy.deepcopy(model)
         following = _following(model)
         for name, conv in self._chosen(model).items():
@@ -121,25 +128,27 @@ class Fedkl(Defence):
         return model
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
-        """Each lock must be given what a convolution gives, and each chosen convolution's result must be locked."""
+        """Raise `ConfigError` unless each lock gets a convolution's output, and each chosen convolution is locked."""
         wrong = self._misplaced(calls_on_blank(network, shape))
         if wrong:
             raise ConfigError(
-                f"Defence 'fedkl' must lock what its convolutions give, got {wrong}. Name the convolutions "
+                f"Defence 'fedkl' must lock the outputs of its convolutions, got {wrong}. Name the convolutions "
                 "(blocks=NAME/NAME), or define each right before a normalisation of its own, and call both once."
             )
 
     def private(self, name: str) -> bool:
-        """Keys and locks never leave the device."""
+        """Return whether a tensor belongs to a key or lock; these never leave the device."""
         return _NAME in name.split(".")
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Search each block's scales and shifts with the image: ``joint``; or compute them from what was shared.
+        """Return ``joint``, and ``known`` or ``key`` if the threat model grants keys or locks.
 
-        ``known`` comes first where key and lock are granted, or the lock alone: its change in the round betrays the
-        key. ``key`` puts a known key into a lock of the attacker's own, which is the client's with ``lock=common``.
-        A search that guesses the signs of the scales wrong ends in a negative of the image, at a larger loss: several
-        restarts help. Tensors count by one over their norm, so that the convolutions' are heard beside the last layer.
+        ``joint`` optimises the scales and shifts of each block together with the image. ``known`` computes them from
+        the granted lock, and from the granted key or the key that the lock's change in the round reveals. ``key`` puts
+        a granted key into a lock of the attacker's own; with ``lock=common`` that lock is the client's, so this is
+        ``known`` too. If ``joint`` gets the signs of the scales wrong, it ends in a negative of the image with a larger
+        loss, so several restarts help. It weights tensors by one over their norm, so that the gradients of convolutions
+        count beside those of the last layer.
         """
         locks = dict(_key_locks(arrived.network)) if arrived.network is not None else {}
         joint = Countermove(
@@ -175,23 +184,23 @@ class Fedkl(Defence):
         return {name: conv for name, conv in convs.items() if name in self.blocks}
 
     def _misplaced(self, calls: Calls) -> str:
-        """What is locked wrongly or not at all; "" if nothing is."""
+        """Describe the first convolution or lock that is in the wrong place, or return "" if there is none."""
         locks = [call for call in calls.layers if isinstance(call.layer, Locked)]
         convs = [call for call in calls.layers if isinstance(call.layer, nn.Conv2d)]
         named = [call for call in convs if {call.name, call.name.removesuffix(".conv")} & set(self.blocks)]
         for conv in {"first": convs[:1], "all": convs}.get(self.blocks[0], named):
             if not any(map(conv.feeds, locks)) or calls.uses(conv.made) > 1:
-                return f"a call of {conv.name!r} whose result is used unlocked"
+                return f"a call of {conv.name!r} whose output is used unlocked"
         for lock in locks:
             if not any(conv.feeds(lock) for conv in convs):
-                return f"{lock.name!r} locked, which is given something else"
+                return f"{lock.name!r} locked, whose input is not the output of a convolution"
             undoes = [norm for norm in calls.layers if isinstance(norm.layer, _UNDOES) and lock.feeds(norm)]
             if undoes and calls.uses(lock.made) == 1:
-                return f"{undoes[0].name!r} right behind {lock.name!r}, which takes the scales off again"
+                return f"{undoes[0].name!r} right after {lock.name!r}, which undoes the scales"
         return "" if locks else "none of them called"
 
     def _key_lock(self, channels: int, like: Tensor, rng: torch.Generator) -> "KeyLock":
-        """A fresh key and lock for so many channels, of the type and on the device of ``like``."""
+        """Draw a key and lock for a number of channels, with the type and device of ``like``."""
         count = 2 * channels * self.grid**2
         spread = 0.5 if self.init == "uniform" else 1 / math.sqrt(self.length)
         key = self._drawn(self.length, rng)
@@ -204,27 +213,27 @@ class Fedkl(Defence):
         return KeyLock(key.to(like), lock[:, 1:], lock[:, 0], self.activation, (channels, self.grid, self.grid))
 
     def _drawn(self, count: int, rng: torch.Generator) -> Tensor:
-        """So many numbers, uniform in [0, 1), from where the settings say."""
+        """Draw ``count`` numbers, uniform in [0, 1), from the random source that ``source`` names."""
         if self.source == "seed":
             return torch.rand(count, generator=rng, dtype=torch.float64)
         bits = np.frombuffer(os.urandom(8 * count), np.uint64) >> np.uint64(11)
         return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
 
     def _guesses(self, lock: "KeyLock", rows: int, rng: torch.Generator) -> Tensor:
-        """(rows, numbers) first guesses of a block's scales and shifts: those of locks of the attacker's own."""
+        """Return first guesses (rows, numbers) of a block's scales and shifts, from random keys and locks."""
         with torch.no_grad():
             return torch.stack([self._key_lock(lock.shape[0], lock.key, rng)() for _ in range(rows)])
 
 
 class KeyLock(nn.Module):
-    """A key and its lock: gives the scales of all channels, then their shifts, in one row of 2 C numbers.
+    """A key and its lock, which output the scales of all channels followed by their shifts.
 
     Args:
         key: (length,).
-        weight: of the lock, (numbers, length).
-        bias: of the lock, (numbers,).
-        activation: of the lock, one of `ACTIVATIONS`.
-        shape: (C, grid, grid) of the scales.
+        weight: weight of the lock, (numbers, length), with 2 C grid² numbers.
+        bias: bias of the lock, (numbers,).
+        activation: activation of the lock, one of `ACTIVATIONS`.
+        shape: (C, grid, grid), the shape of the scales.
     """
 
     key: Tensor
@@ -236,14 +245,14 @@ class KeyLock(nn.Module):
         self.activation, self.shape = activation, shape
 
     def forward(self) -> Tensor:
-        """All numbers, (numbers,)."""
+        """Return all scales and then all shifts, (numbers,)."""
         return ACTIVATIONS[self.activation](F.linear(self.key, self.weight, self.bias))
 
 
 class Locked(nn.Module):
-    """A normalisation without scale and shift of its own, followed by those of a key-lock.
+    """A normalisation without scale and shift of its own, followed by the scale and shift of a key-lock.
 
-    The key-lock's output may also be (N, numbers), one row an image: so an attacker puts guesses in its place.
+    The output of the key-lock may also be (N, numbers), with one row per image: attackers put their guesses there.
     """
 
     def __init__(self, norm: nn.Module, key_lock: KeyLock) -> None:
@@ -251,7 +260,7 @@ class Locked(nn.Module):
         self.norm, self.key_lock = norm, key_lock
 
     def forward(self, features: Tensor) -> Tensor:
-        """Features (N, C, H, W) normalised, scaled and shifted."""
+        """Normalise, scale and shift features (N, C, H, W)."""
         numbers = self.key_lock()
         if numbers.dim() == 1 and self.key_lock.shape[1] == 1 and hasattr(self.norm, "affine"):
             return self._at_once(features, *numbers.chunk(2))
@@ -266,24 +275,28 @@ class Locked(nn.Module):
     def _check_grid(self, features: Tensor) -> None:
         grid, (height, width) = self.key_lock.shape[1], features.shape[2:]
         if grid > min(height, width):
-            raise ConfigError(f"grid must be at most the {height}x{width} pixels of the map it scales, got {grid}.")
+            raise ConfigError(
+                f"grid must be at most the side of the {height}x{width} feature map that it scales, got {grid}. "
+                "Lower grid."
+            )
 
     def _at_once(self, features: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        """The same by the normalisation's own kernel, which scales and shifts on the way at no cost."""
+        """Do the same with the kernel of the normalisation, which scales and shifts at no extra cost."""
         own = vars(self.norm)
         own["weight"], own["bias"] = gamma, beta
         try:
             result: Tensor = self.norm(features)
         finally:
-            own["weight"] = own["bias"] = None  # a network that holds parts of a graph can't be copied
+            own["weight"] = own["bias"] = None  # a network that holds parts of an autograd graph cannot be copied
         return result
 
 
 def recovered_key(weight: Tensor, bias: Tensor) -> Tensor:
-    r"""The key (length,) out of the change of a lock's matrix (numbers, length) and of its bias (numbers,).
+    r"""Return the key (length,), given the change of a lock's weight (numbers, length) and bias (numbers,).
 
-    By Eqs. 27 and 28 each row of the gradient is that of the bias times the key, so that
-    :math:`k = \nabla_b^T \nabla_W / \|\nabla_b\|^2`; sums over steps keep the ratio. NaN where the bias did not change.
+    By Eqs. 27 and 28, each row of the weight's gradient is the key times that entry of the bias's gradient. So
+    :math:`k = \nabla_b^T \nabla_W / \|\nabla_b\|^2`, also for sums over steps. The result is NaN if the bias did not
+    change.
 
     Example:
         >>> recovered_key(torch.tensor([[2.0, 4.0], [-1.0, -2.0]]), torch.tensor([2.0, -1.0]))
@@ -293,7 +306,7 @@ def recovered_key(weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _outputs(name: str, lock: KeyLock, arrived: Arrived) -> Tensor:
-    """(T, numbers): what each target's key-lock gives, with the attacker's own tensors where they are not granted."""
+    """Return the outputs (T, numbers) of the targets' key-locks; tensors not granted are the attacker's own."""
     changes: Sequence[Tensors] = arrived.secret_changes or [{}] * len(arrived.secrets)
     found = []
     for granted, change in zip(arrived.secrets, changes, strict=True):
@@ -313,9 +326,10 @@ def _key_locks(network: nn.Module) -> Iterator[tuple[str, KeyLock]]:
 
 
 def _following(model: nn.Module) -> dict[str, str]:
-    """The layer that alone is given a layer's output, by name, and "" where that is none, or not the same in all calls.
+    """Return, for each layer name, the only layer that gets its output, or "" if there are several, or none.
 
-    Where the network can't be traced it is the next one defined, which may be another: see `Fedkl.check`.
+    The result is also "" if that layer differs between calls. If the network cannot be traced, it is the layer defined
+    next, which may be wrong: see `Fedkl.check`.
     """
     nodes = traced_calls(model)
     if not nodes:
@@ -336,7 +350,7 @@ def _normalises(layer: nn.Module, channels: int) -> bool:
 
 
 def _without_affine(norm: nn.Module) -> nn.Module:
-    """The same normalisation with its statistics, but without scale and shift; `Locked` may lend it its own."""
+    """Remove scale and shift from a normalisation, but not its statistics; `Locked` may set them temporarily."""
     for name in ("weight", "bias"):
         del norm._parameters[name]
         vars(norm)[name] = None

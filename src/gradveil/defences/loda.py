@@ -1,4 +1,4 @@
-"""LODA: clients train on images that look unlike their own and have the same features."""
+"""LODA: train on images that look different from the client's own and have similar features."""
 
 import copy
 import hashlib
@@ -24,44 +24,46 @@ from gradveil.validate import in_range, one_of
 
 @dataclass(frozen=True)
 class Loda(Defence):
-    r"""Replace a client's images, once, by ones with like features and far-off pixels.
+    r"""Replace a client's images, once before training, by images with similar features and very different pixels.
 
     .. math:: \mathcal E(x^*) = \arg\min_{x' \in [0,1]^D} \|g(x') - g(x^*)\|_2^2 - c\,\|x' - x^*\|_2^2
 
     by normalised gradient descent from a random public image, :math:`x' \leftarrow \mathrm{clip}(x' - \tau \nabla /
-    \|\nabla\|)`. g are the outputs of chosen layers of a network that was trained on public data. Labels stay.
+    \|\nabla\|)`. The features g are the outputs of chosen layers of a network that was trained on public data. Labels
+    do not change.
 
-    Images are obscured in batches. In a training each batch is kept in the client's private folder as soon as it is
-    done, under a hash of everything that decides it, so that an interrupted run goes on where it was.
+    Images are obscured in batches. In training, each finished batch is saved in the client's private folder, under a
+    hash of all inputs and settings, so that an interrupted run continues with the next batch.
 
-    Threat model: a curious server that takes what it inverts from an update for a private image.
-    Does not protect: what g tells of an image, which is the point of it; against a server that knows g, and looks for
-        the image whose obscured version it found (the decoder ``stationarity``).
+    Threat model: an honest-but-curious server that takes the image it inverts from an update for a private one.
+    Does not protect: information that g keeps, which training needs; or images against a server that knows g, inverts
+        the obscured image, and searches for the private image that it was made from (the decoder ``stationarity``).
     Guarantee: none.
     Reference: Wan et al. 2022, https://arxiv.org/abs/2206.00769, Eq. 4 and Algorithm 1. LODA_1 is
         ``layers=first-5,c=20``, LODA_2 ``layers=all,c=30``, LODA_3 (SVHN) ``layers=last-5,c=1``, with a resnet18 that
         was trained on CIFAR-100 (for SVHN on its extra images).
-    Differs from the paper: squares are means over each layer's features and over pixels, by default; the equation has
-        sums. What c weighs depends on the extractor: with a resnet20 trained on normalised CIFAR-10 c = 20 leaves the
-        image itself (20 dB with means, 30 dB with sums), and the paper's 5.8 dB are there at c = 100 (docs/results.md).
-        Measure before trusting a c.
+    Differs from the paper: by default, squared distances are means over each layer's features and over pixels; the
+        equation has sums. The effect of c depends on the extractor: with a resnet20 trained on normalised CIFAR-10,
+        c = 20 changes the image little (20 dB with means, 30 dB with sums), and the paper's 5.8 dB take c = 100
+        (docs/results.md). Measure the effect before you trust a value of c.
 
     Attributes:
-        extractor: a model of the zoo or one's own ``file.py:factory``, its settings split by ``;``
-            (``resnet20:width=8;shortcut=B``); ``model`` is the network that is trained, as the client first got it.
-        weights: safetensors file of the extractor's weights, trained on public data; needed unless it is ``model``, or
-            a ``file.py:factory`` that loads its own.
-        classes: of the extractor; 0 is as many as those of the task.
-        mean: what the extractor's input is normalised by, a number a channel; none given is as the client's network.
-        std: likewise.
-        layers: whose outputs are g: ``first-5``, ``all`` (convolutions), ``last-5`` (and linear layers), or names
-            joined by ``/``.
-        c: weight of the pixels' distance.
-        steps: of gradient descent.
-        lr: its rate, the length of each step.
-        mean_squares: whether squares are means over each layer's features and over pixels, not sums.
-        start: ``public`` images (``--aux``), or ``noise``, uniform.
-        together: images that are obscured in one batch.
+        extractor: the network that computes g: a model name with its settings separated by ``;``
+            (``resnet20:width=8;shortcut=B``), your own ``file.py:factory``, or ``model``, which is the trained network
+            itself as the client first received it.
+        weights: safetensors file with the extractor's weights, trained on public data; required unless the extractor is
+            ``model``, or a ``file.py:factory`` that loads its own weights.
+        classes: number of classes of the extractor; 0 is the number of classes of the task.
+        mean: per-channel mean by which the extractor's input is normalised; if empty, that of the client's network.
+        std: per-channel standard deviation for the same, with as many numbers as ``mean``.
+        layers: layers whose outputs are g: ``first-5`` (the first five convolutions), ``all`` (all convolutions),
+            ``last-5`` (the last five convolutions and all linear layers), or names joined by ``/``.
+        c: weight of the distance between pixels.
+        steps: number of steps of gradient descent.
+        lr: length of each step, τ.
+        mean_squares: whether squared distances are means over each layer's features and over pixels, not sums.
+        start: where the descent begins: ``public`` images (``--aux``), or uniform ``noise``.
+        together: number of images that are obscured in one batch.
     """
 
     uses_aux: ClassVar[bool] = True
@@ -90,14 +92,21 @@ class Loda(Defence):
         if self.extractor == "model" and self.weights:
             raise ConfigError(f"weights must come with an extractor, got {self.weights!r} alone. Give extractor=MODEL.")
         if self.weights and not Path(self.weights).expanduser().is_file():
-            raise ConfigError(f"weights must be a safetensors file that exists, got {self.weights!r}.")
+            raise ConfigError(
+                f"weights must be a safetensors file that exists, got {self.weights!r}. Give its path: weights=FILE."
+            )
         if len(self.mean) != len(self.std):
-            raise ConfigError(f"mean and std must have as many numbers, got {len(self.mean)} and {len(self.std)}.")
+            raise ConfigError(
+                f"mean and std must have the same number of values, got {len(self.mean)} and {len(self.std)}. "
+                "Give one value per channel for each, or leave out both."
+            )
         for number in self.std:
             in_range("std", number, 0, open_low=True)
         counted = self.layers.startswith(("first-", "last-"))
         if not self.layers or (counted and not re.search(r"-[1-9]\d*$", self.layers)):
-            raise ConfigError(f"layers must be first-N, last-N, all or names joined by '/', got {self.layers!r}.")
+            raise ConfigError(
+                f"layers must be first-N, last-N, all or names joined by '/', got {self.layers!r}. Try layers=first-5."
+            )
         in_range("classes", self.classes, 0)
         in_range("c", self.c, 0)
         in_range("steps", self.steps, 1)
@@ -107,11 +116,11 @@ class Loda(Defence):
         object.__setattr__(self, "needs_aux", self.start == "public")
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
-        """The extractor must be there, take such images, and have the layers."""
+        """Raise `ConfigError` unless the extractor loads, accepts images of this shape, and has the layers."""
         self.features(network, shape)
 
     def on_data(self, data: Batch, client: Client) -> Batch:
-        """All images obscured, batch by batch; what was kept of an earlier try is taken as it is."""
+        """Obscure all images, batch by batch; batches saved by an interrupted run are loaded."""
         images = data.images
         self.require_pixels(images)
         channels, height, width = images.shape[1:]
@@ -133,7 +142,7 @@ class Loda(Defence):
         return replace(data, images=torch.cat(parts))
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Invert the gradient to the obscured image, then look for what it was made of; three ways."""
+        """Return three ways to search for the private image behind an inverted, obscured image."""
         return {
             "learned": Countermove(decode=("stationarity:way=learned,search=24",)),
             "stationarity": Countermove(decode=("stationarity",)),
@@ -141,7 +150,7 @@ class Loda(Defence):
         }
 
     def features(self, model: nn.Module, shape: tuple[int, int, int]) -> Features:
-        """The map g for images of a shape; ``model`` is the network that is trained."""
+        """Return g for images of a shape (C, H, W); ``model`` is the network that clients train."""
         parameter = next(model.parameters())
         if self.extractor == "model":
             network = copy.deepcopy(model)
@@ -156,13 +165,13 @@ class Loda(Defence):
         return Features(network, chosen_layers(network, shape, self.layers), shape)
 
     def obscured(self, features: Features, images: Tensor, begun: Tensor) -> Tensor:
-        """Algorithm 1 for images (N, C, H, W) at once, from the images ``begun``."""
+        """Run Algorithm 1 for images (N, C, H, W) together, starting from the images ``begun``."""
         images, begun = (
             some.contiguous(memory_format=torch.channels_last) for some in (images, begun)
-        )  # half the time
+        )  # takes half the time in this memory format
         with torch.no_grad():
             wanted = features(images)
-        away = 2 * self.c / (images[0].numel() if self.mean_squares else 1)  # times the pixels' difference
+        away = 2 * self.c / (images[0].numel() if self.mean_squares else 1)  # factor of the pixel difference
         found = begun.detach()
         for _ in range(self.steps):
             slope = features.slope(found, wanted, mean=self.mean_squares)
@@ -170,17 +179,17 @@ class Loda(Defence):
             length = slope.flatten(1).norm(dim=1).clamp_min(torch.finfo(slope.dtype).tiny).view(-1, 1, 1, 1)
             found = (found - self.lr * slope / length).clamp_(0, 1)
         if not bool(found.isfinite().all()):
-            raise DefenceError("Defence 'loda' found no finite image. Check the extractor's weights.")
+            raise DefenceError("Defence 'loda' found no finite image. Check the extractor's weights, or lower lr or c.")
         return found
 
     def objective(self, features: Features, obscured: Tensor, images: Tensor, wanted: Sequence[Tensor]) -> Tensor:
-        """Eq. 4, (N,); ``wanted`` are the features of the images."""
+        """Return the objective of Eq. 4 (N,); ``wanted`` are the features of the private images."""
         apart = (obscured - images).square().flatten(1)
         far = apart.mean(1) if self.mean_squares else apart.sum(1)
         return features.distance(obscured, wanted, mean=self.mean_squares) - self.c * far
 
     def _starts(self, images: Tensor, client: Client) -> Tensor:
-        """Where each image's descent begins."""
+        """Return the image where each image's descent begins."""
         if self.start == "noise":
             return torch.rand(images.shape, generator=client.rng).to(images)
         public = client.aux
@@ -188,14 +197,14 @@ class Loda(Defence):
             there = "none" if public is None or not len(public) else f"some of {tuple(public.images.shape[1:])}"
             raise DefenceError(
                 f"Defence 'loda' starts from public images of shape {tuple(images.shape[1:])}, got {there}. "
-                "Give others with --aux, or start=noise."
+                "Choose other public images (--aux), or set start=noise."
             )
         self.require_pixels(public.images)
         chosen = torch.randint(len(public), (len(images),), generator=client.rng)
         return public.images[chosen.to(public.images.device)].to(images)
 
     def _key(self, features: Features, images: Tensor, begun: Tensor) -> str:
-        """A hash of all that decides the result; what the extractor makes of an image tells how it works."""
+        """Return a hash of all that determines the result; features of one image stand for the extractor's code."""
         settings = replace(self, weights="", extractor="model").spec
         with torch.no_grad():
             tensors = [images, begun, *features(images[:1]), *features.network.state_dict().values()]
@@ -220,7 +229,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _drop_others(folder: PrivateFolder, key: str) -> None:
-    """Remove what was kept of tries with other settings."""
+    """Remove batches that were saved with other settings."""
     for path in folder.path.glob("loda-*.safetensors"):
         if not path.name.startswith(f"loda-{key}-"):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Soteria: the gradient of a fully connected layer, as if its input had lost the features that matter to inversion."""
+"""Soteria: compute the gradient of a fully connected layer as if the features that inversion needs most were zero."""
 
 import copy
 import math
@@ -23,49 +23,53 @@ from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
 
 _MOST_NUMBERS, _MOST_IMAGES, _MOST_TOGETHER = 2**18, 8, 256
-"""Of the Jacobian's products that are taken together: numbers of input, images, and products times images."""
+"""Limits on the Jacobian products computed together: input numbers, images, and products times images."""
 
 
 @dataclass(frozen=True)
 class Soteria(Defence):
-    r"""Rebuild a Linear's weight gradient without the input features whose loss moves an inverted image farthest.
+    r"""Remove the input features of a linear layer that help inversion most from the gradient of its weight.
 
     .. math::
         s_i = \frac{|r_i|}{\|\nabla_X r_i\|_p}, \qquad
         r'_i = r_i \, \mathbb 1[\, s_i \text{ is not among the } \epsilon \text{ largest} \,], \qquad
         \nabla W = \frac 1N \sum_n \delta_n r'^{\,T}_n
 
-    r is the layer's input for an image X and :math:`\delta_n` the gradient of image n's loss at the layer's output. The
-    forward pass, the layer's bias and all other tensors stay as they are. A feature of value zero has the score 0; one
-    that no pixel moves, but that is not zero, is pruned first; among equal scores the first are pruned.
+    Here r is the layer's input (its features) for an image X, N is the batch size, and :math:`\delta_n` is the gradient
+    of the loss of image n with respect to the layer's output. The forward pass, the gradient of the layer's bias and
+    all other gradients do not change. A feature that is zero has the score 0. A feature that is not zero, but does not
+    depend on any pixel, is pruned first. Among equal scores the first features are pruned.
 
-    r and δ are those of a pass in the network's own mode, so that with nothing pruned the gradient is the one that came
-    in. The Jacobian is that of an image's own r: BatchNorm's batch statistics are held fixed, Dropout is off. Active
-    Dropout draws new masks for this pass, since those of the training step are gone. In a chain the weight that an
-    earlier member left is replaced, all else that it did stays.
+    r and δ come from a forward and backward pass in the network's current mode, so pruning nothing gives the original
+    gradient. For the Jacobian of each image, BatchNorm's batch statistics are held fixed and Dropout is off. If Dropout
+    is active, this pass draws new masks, since those of the training step are not kept. In a chain, this replaces the
+    weight gradient of earlier defences, and keeps their other tensors.
 
-    Threat model: a curious server that sees single updates and matches them as they are.
-    Does not protect: against an attacker who leaves the zeroed columns or the whole tensor out of the match, for the
-        other tensors determine the image as well (Balunović et al. 2022, https://arxiv.org/abs/2111.04706); the labels,
-        which the untouched bias gives away. With several images in a batch a column is zero only where all agree.
-    Guarantee: none against attackers of gradients. `gradveil.defences.parts.certificate` computes, to first order, the
-        bound of Theorem 1 on the distance of an image that was inverted from r' alone.
+    Threat model: an honest-but-curious server that sees individual updates and matches all of their entries.
+    Does not protect: against an attacker who leaves the zero columns or the whole tensor out of the match, since the
+        other tensors determine the image as well (Balunović et al. 2022, https://arxiv.org/abs/2111.04706); or labels,
+        which the gradient of the bias reveals. In a batch of several images, a column is zero only if its feature is
+        pruned for all of them.
+    Guarantee: none against attacks on gradients. `gradveil.defences.parts.certificate` computes, to first order, the
+        bound of Theorem 1 on the distance between an image and its reconstruction from r' alone.
     Reference: Sun et al. 2021, https://arxiv.org/abs/2012.06043, Algorithms 1 and 2 with q = 0.
-    Differs from the paper: the inverse of a row of the Jacobian in Algorithm 1 is read as one over its norm, as in the
-        authors' code, which is ``scores=batch``. The default of ``prune`` is that of their GS demonstration; Table 2
-        goes up to 0.4 against DLG and 0.8 against GS, and Figure 6 calls the image unrecognisable from 0.5 to 0.6 on.
+    Differs from the paper: we read the inverse of a row of the Jacobian in Algorithm 1 as one over its norm, as the
+        authors' code does; ``scores=batch`` is that code. The default of ``prune`` is that of the authors' GS demo.
+        Table 2 goes up to 0.4 against DLG and 0.8 against GS, and Figure 6 calls images unrecognisable from 0.5 to 0.6.
 
     Attributes:
-        layers: names of the Linears to protect, written a/b; none is the last one.
-        prune: share of the features that is zeroed, rounded up.
-        count: ε, the number of features that is zeroed, in place of ``prune``; 0 takes ``prune``.
-        scores: ``example`` chooses for each image by itself; ``batch`` as the authors' code does: the features with the
-            smallest sum over the batch of ∥∇r∥ / (r + 0.1), below the percentile of ``prune``, are zeroed for all
-            images. There dead features (zero, and moved by no pixel) come first, which protects nothing; where more
-            than that share is dead, nothing is zeroed at all, and with ``prune=1`` the last one is left.
-        norm: p of the Jacobian's norm: 1, 2 or inf.
-        probes: 0 takes the Jacobian's norms exactly, one backward pass a feature or one forward a pixel; else they are
-            estimated by so many random forward-mode products, which is much faster: 64 rank well. Only with ``norm=2``.
+        layers: names of the ``nn.Linear`` layers to protect, joined by ``/``; if empty, the last one.
+        prune: share of the features to set to zero, rounded up.
+        count: ε, the number of features to set to zero; 0 uses ``prune`` instead.
+        scores: ``example`` chooses features for each image separately. ``batch`` is the authors' code: it chooses the
+            same features for all images, those whose sum over the batch of ∥∇r∥ / (r + 0.1) is below the percentile
+            given by ``prune``. It chooses dead features first (zero, with zero gradients, for all images), which
+            protects nothing. If more than that share is dead, it sets nothing to zero; with ``prune=1`` it keeps one
+            feature.
+        norm: p, the order of the norm of the Jacobian: 1, 2 or inf.
+        probes: 0 computes the norms of the Jacobian exactly, by one backward pass per feature or one forward pass per
+            pixel. Otherwise the number of random forward-mode products that estimate them, which is much faster; 64
+            rank features well. Only with ``norm=2``.
     """
 
     layers: tuple[str, ...] = ()
@@ -80,18 +84,20 @@ class Soteria(Defence):
         in_range("count", self.count, 0)
         one_of("scores", self.scores, ["example", "batch"])
         if self.norm not in (1, 2, math.inf):
-            raise ConfigError(f"norm must be 1, 2 or inf, got {self.norm:g}.")
+            raise ConfigError(f"norm must be 1, 2 or inf, got {self.norm:g}. Try norm=2.")
         in_range("probes", self.probes, 0)
         if self.probes and self.norm != 2:
-            raise ConfigError(f"probes must be 0 unless norm is 2, got {self.probes} with norm={self.norm:g}.")
+            raise ConfigError(
+                f"probes must be 0 unless norm is 2, got {self.probes} with norm={self.norm:g}. Set probes=0 or norm=2."
+            )
         if len(set(self.layers)) != len(self.layers):
-            raise ConfigError(f"layers must differ from each other, got {'/'.join(self.layers)}.")
+            raise ConfigError(f"layers must differ from each other, got {'/'.join(self.layers)}. Name each layer once.")
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
-        """Replace the weight gradient of each protected layer; an empty batch has nothing to hide."""
+        """Replace the weight gradient of each protected layer; that of an empty batch does not change."""
         if not len(batch):
             return gradient
-        network = copy.deepcopy(client.model)  # the pass moves BatchNorm's statistics
+        network = copy.deepcopy(client.model)  # the forward pass changes BatchNorm's statistics
         names = self.layers or _last_linear(network)
         _check_layers(network, names, gradient)
         with global_stream(int(torch.randint(2**62, (), generator=client.rng)), "soteria"):
@@ -104,7 +110,7 @@ class Soteria(Defence):
         return {**gradient, **rebuilt}
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
-        """The layers must be there, with as many features as are zeroed."""
+        """Raise `ConfigError` unless the network has the layers, and these have at least ``count`` features."""
         try:
             names = self.layers or _last_linear(network)
             _check_layers(network, names, dict(network.named_parameters()))
@@ -114,10 +120,10 @@ class Soteria(Defence):
             raise ConfigError(str(error)) from error
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Leave the whole weight out of the match, or the columns that came as zeros.
+        """Return ``layer``, which leaves the whole weight out of the match, and ``columns``, its zero columns only.
 
-        Without ``layers`` the weight is taken to be the last matrix of the update. Columns are zero where all images of
-        a batch agree, so they serve for single images, and for networks that have no other weight.
+        If ``layers`` is empty, the weight is taken to be the last matrix of the update. A column is zero only if all
+        images of a batch agree, so ``columns`` suits single images. It comes first if the network has no other weight.
         """
         matrices = [name for name, tensor in arrived.gradients.items() if tensor.dim() == 3]  # (T, out, in)
         named = [f"{name}.weight" for name in self.layers] or matrices[-1:]
@@ -128,7 +134,7 @@ class Soteria(Defence):
         return {"columns": columns, "layer": layer}
 
     def certificate(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor | None:
-        """Theorem 1 at the first protected layer: to first order, and for an attacker who inverts r' alone."""
+        """Return the bound of Theorem 1 at the first protected layer, to first order, for an attacker with r' alone."""
         model = copy.deepcopy(network).eval()
         name = (self.layers or _last_linear(model))[0]
         _check_layers(model, [name], dict(model.named_parameters()))
@@ -140,7 +146,7 @@ class Soteria(Defence):
     def _row_norms(
         self, network: nn.Module, names: Sequence[str], images: Tensor, sizes: list[int], rng: torch.Generator
     ) -> list[Tensor]:
-        """For each layer the norms (N, features) of its input's Jacobian; some images and products at a time."""
+        """Return the row norms (N, features) of the Jacobian of each layer's input, computed in chunks."""
 
         def features(some: Tensor) -> Tensor:
             return torch.cat(layer_inputs(network, names, some), 1)
@@ -158,11 +164,11 @@ class Soteria(Defence):
         return list(torch.split(torch.cat(norms), sizes, 1))
 
     def _pruned(self, name: str, inputs: Tensor, norms: Tensor) -> Tensor:
-        """(N, features) which features to zero."""
+        """Return the mask (N, features) of features to set to zero."""
         if not bool(inputs.isfinite().all() and norms.isfinite().all()):
             raise DefenceError(
-                f"Defence 'soteria' can rank finite features only, got others at layer {name!r}. "
-                "Lower the learning rate."
+                f"Defence 'soteria' can rank finite features only, got NaN or infinity at layer {name!r}. "
+                "Lower the learning rate (--lr)."
             )
         self._check_count(name, inputs.shape[1])
         if self.scores == "batch":
@@ -173,12 +179,12 @@ class Soteria(Defence):
     def _check_count(self, name: str, features: int) -> None:
         if self.count > features:
             raise DefenceError(
-                f"Defence 'soteria' can zero at most the {features} features of layer {name!r}, "
+                f"Defence 'soteria' can set at most the {features} features of layer {name!r} to zero, "
                 f"got count={self.count}. Lower count, or set prune."
             )
 
     def _pruned_for_all(self, inputs: Tensor, norms: Tensor) -> Tensor:
-        """(1, features) by the authors' score, which is large for what is kept."""
+        """Return the mask (1, features) by the authors' score, which is large for features to keep."""
         shifted = inputs + 0.1
         tiny = torch.finfo(shifted.dtype).eps
         score = (norms / shifted.where(shifted != 0, tiny)).sum(0, keepdim=True)
@@ -188,7 +194,7 @@ class Soteria(Defence):
 
 
 def feature_scores(inputs: Tensor, norms: Tensor) -> Tensor:
-    """Each feature's size by its slope, :math:`|r_i| / ∥∇r_i∥`: 0 where r is zero, else infinite where the slope is.
+    """Return the scores :math:`|r_i| / ∥∇r_i∥`: 0 if r is zero, and infinite if only the gradient is zero.
 
     Example:
         >>> feature_scores(torch.tensor([[-3.0, 0.0, 2.0]]), torch.tensor([[2.0, 0.0, 0.0]]))
@@ -198,12 +204,12 @@ def feature_scores(inputs: Tensor, norms: Tensor) -> Tensor:
 
 
 def _first(order: Tensor, number: int) -> Tensor:
-    """(N, features) true at the first ``number`` indices of each row."""
+    """Return a mask (N, features) that is true at the first ``number`` indices in each row of ``order``."""
     return torch.zeros_like(order, dtype=torch.bool).scatter(1, order[:, :number], True)
 
 
 def _surviving_columns(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-    """The guess without the columns of matrices that are zero in what was seen of the same target."""
+    """Return the guess with zeros in all columns of matrices that are zero in the seen gradient of the same target."""
     return {
         name: tensor * (seen[name] != 0).any(1, keepdim=True) if tensor.dim() == 3 else tensor
         for name, tensor in guess.items()
@@ -215,7 +221,7 @@ def _last_linear(network: nn.Module) -> tuple[str, ...]:
     if not names:
         raise DefenceError(
             "Defence 'soteria' prunes the input of a fully connected layer, but this network has no nn.Linear. "
-            "Use a model that ends in one (all of `gradveil list models` do), or another defence."
+            "Use a model that ends in one (--model; all of `gradveil list models` do), or another defence."
         )
     return (names[-1],)
 
@@ -226,7 +232,7 @@ def _check_layers(network: nn.Module, names: Sequence[str], gradient: Tensors) -
         if name not in known:
             raise DefenceError(
                 f"Defence 'soteria' protects layers of type nn.Linear, got {name!r}. "
-                f"Set layers to some of: {', '.join(known) or 'none, for this network has no such layer'}."
+                f"Set layers to some of: {', '.join(known) or 'none, as this network has no such layer'}."
             )
         if f"{name}.weight" not in gradient:
             raise DefenceError(
@@ -236,14 +242,14 @@ def _check_layers(network: nn.Module, names: Sequence[str], gradient: Tensors) -
 
 
 class _Look(NamedTuple):
-    """What a layer was given, (N, features), and the gradient of the mean loss by its output, (N, out)."""
+    """A layer's inputs (N, features), and the gradient of the mean loss with respect to its output (N, out)."""
 
     inputs: Tensor
     downstream: Tensor
 
 
 def _training_pass(network: nn.Module, names: Sequence[str], batch: Batch) -> list[_Look]:
-    """Look at the layers in a pass like the one that gave the gradient; leaves the network with that pass frozen."""
+    """Record the layers' inputs and output gradients in a training pass; leave the network frozen in that state."""
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
     statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
 
@@ -271,7 +277,7 @@ def _training_pass(network: nn.Module, names: Sequence[str], batch: Batch) -> li
 
 
 def _freeze(network: nn.Module, statistics: Mapping[_BatchNorm, tuple[Tensor, Tensor]]) -> None:
-    """Fix BatchNorm at the given mean and variance; nothing is dropped or drawn."""
+    """Fix BatchNorm at the given mean and variance, and put the network in evaluation mode."""
     for layer, (mean, variance) in statistics.items():
         layer.running_mean, layer.running_var = mean, variance
     network.eval()
@@ -287,7 +293,7 @@ def _look(network: nn.Module, name: str, calls: list[tuple[Tensor, Tensor]], los
     if inputs.dim() != 2:
         raise DefenceError(
             f"Defence 'soteria' needs a layer with an input (images, features), got {tuple(inputs.shape)} at {name!r}. "
-            "Flatten or pool before it, or set layers to another nn.Linear."
+            "Flatten or pool its input, or set layers to another nn.Linear."
         )
     weight = network.get_parameter(f"{name}.weight")
     downstream, whole = torch.autograd.grad(loss, [output, weight], retain_graph=True, materialize_grads=True)
