@@ -301,7 +301,7 @@ class Behind(Twice):
         (Twice(), {"layers": ("first",)}, "got 2 uses of 'first'"),
         (Behind(), {"layers": ("first",)}, "used nowhere else, got 'first'"),
         (nn.Sequential(nn.Flatten(), nn.Linear(36, 3).requires_grad_(False)), {}, "not trained under this name"),
-        (make_model(), {"count": 8}, "at most the 7 features of layer 'last', got count=8"),
+        (make_model(), {"count": 8}, "at most the 7 features of layer 'last' to zero, got count=8"),
     ],
 )
 def test_networks_that_it_can_not_protect(model, settings_, words):
