@@ -1,4 +1,4 @@
-"""Small files in the published formats, and the place of the real ones."""
+"""Fixtures: a random generator, no internet, and the folder of the real data sets."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ def rng():
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """No test reaches the internet; those of the download use 127.0.0.1 and lift this."""
+    """Keep tests off the internet; those of the download use 127.0.0.1 and override this."""
     monkeypatch.setenv("GRADVEIL_OFFLINE", "1")
     monkeypatch.delenv("GRADVEIL_DATA", raising=False)
 

@@ -7,7 +7,7 @@ from gradveil.errors import ConfigError
 
 
 def dataset(name, value, *, count=4, side=2, classes=3, floating=False):
-    """Images of one grey value, all different in their first pixel."""
+    """Return images of one grey value that differ only in their first pixel."""
     images = np.full((count, 1, side, side), value, np.uint8)
     images[:, 0, 0, 0] = np.arange(count)
     split = Split(images.astype(np.float32) / 255 if floating else images, np.arange(count) % classes)
@@ -22,14 +22,14 @@ def test_public_images_come_last_and_keep_their_labels():
 
 
 @pytest.mark.parametrize("floating", [(True, False), (False, True)])
-def test_bytes_and_floats_meet_as_floats(floating):
+def test_bytes_and_floats_are_joined_as_floats(floating):
     both = joined(dataset("own", 51, floating=floating[0]), dataset("other", 102, floating=floating[1]))
     assert both.images.dtype == np.float32
     assert both.images[[0, 4], 0, 1, 1].tolist() == pytest.approx([0.2, 0.4])
 
 
 @pytest.mark.parametrize(("odd", "message"), [({"side": 3}, "shape"), ({"classes": 4}, "at most the 3 classes")])
-def test_unfit_sets_are_refused(odd, message):
+def test_data_sets_that_do_not_fit_are_refused(odd, message):
     with pytest.raises(ConfigError, match=message):
         joined(dataset("own", 10), dataset("other", 200, **odd))
 
@@ -41,7 +41,7 @@ def test_an_image_that_is_also_private_is_refused_whatever_its_type():
         refuse_overlap(same, np.array([0, 1, 2]), np.array([5, 6, 7]))
 
 
-def test_guards_share_and_stand_at_their_numbers():
+def test_guards_share_the_public_images_and_keep_their_client_numbers():
     parts = dealt(np.arange(10, 15), 2)
     assert [part.tolist() for part in parts] == [[10, 12, 14], [11, 13]]
     everyone = placed([np.array([0]), np.array([1])], parts, [2, 0])
@@ -50,7 +50,7 @@ def test_guards_share_and_stand_at_their_numbers():
         dealt(np.arange(5), 6)
 
 
-def test_labels_that_nobody_reads_may_be_of_other_classes():
+def test_unused_labels_may_be_of_other_classes():
     own, other = dataset("own", 10, classes=2), dataset("other", 200, classes=4)
     with pytest.raises(ConfigError, match="at most the 2 classes"):
         joined(own, other)

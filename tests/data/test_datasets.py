@@ -46,12 +46,12 @@ class TestDataset:
             (split(shape=(3, 3, 3)), split(shape=(3, 3, 3)), "3 channels, but 1 means"),
         ],
     )
-    def test_content_that_does_not_fit(self, train, test, message):
+    def test_inconsistent_content_is_refused(self, train, test, message):
         with pytest.raises(DataError, match=message):
             Dataset("x", train, test, 10, (0.5,), (0.5,))
 
 
-def test_the_package_exports_what_it_says():
+def test_exports_are_sorted_and_exist():
     assert sorted(gradveil.data.__all__) == gradveil.data.__all__
     assert all(hasattr(gradveil.data, name) for name in gradveil.data.__all__)
 
@@ -69,7 +69,7 @@ def test_all_sets_are_found_and_described():
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "mnist-5k"])
-def test_a_missing_set_says_what_to_put_where(name, tmp_path):
+def test_a_missing_set_says_which_file_to_put_where(name, tmp_path):
     with pytest.raises(MissingDataError) as caught:
         load_dataset(name, tmp_path)
     first = build(NamedSet, name).files[0]
@@ -102,9 +102,9 @@ class TestMnist5k:
         assert [path.name for path in tmp_path.iterdir()] == ["mnist-5k.npz"]
         assert (tmp_path / "mnist-5k.npz").stat().st_size < 2_000_000
         monkeypatch.setattr(mnist_5k, "read_package", lambda: pytest.fail("the cache was not used"))
-        again = load_dataset("mnist-5k", str(tmp_path))  # a text is a path too
+        again = load_dataset("mnist-5k", str(tmp_path))  # a string works as a path
         assert np.array_equal(again.train.images, made.train.images)
-        torch.from_numpy(again.train.images)  # a read-only array would warn
+        torch.from_numpy(again.train.images)  # would warn about a read-only array
 
     @pytest.mark.parametrize("damage", ["truncate", "text", "other arrays"])
     def test_a_corrupt_cache_is_rebuilt(self, tmp_path, damage):
@@ -202,7 +202,7 @@ class TestCifar:
         detail = findings[1].detail
         assert "published is d4bba439" in detail if present == "corrupt" else "no checksum is published" in detail
 
-    def test_the_layout_with_the_test_batch_is_taken(self, tmp_path):
+    def test_the_layout_with_the_test_batch_is_chosen(self, tmp_path):
         self.write(tmp_path, "cifar-10-batches-bin", "data_batch_1", 1)
         self.write(tmp_path, "cifar-10-batches-py", "data_batch_1", 3)
         self.write(tmp_path, "cifar-10-batches-py", "test_batch", 4)
@@ -211,7 +211,7 @@ class TestCifar:
     @pytest.mark.parametrize(
         ("have", "lacks"), [("data_batch_1", "test_batch.bin"), ("test_batch", "data_batch_1.bin")]
     )
-    def test_what_is_required(self, tmp_path, have, lacks):
+    def test_the_test_batch_and_one_training_batch_are_required(self, tmp_path, have, lacks):
         self.write(tmp_path, "cifar-10-batches-bin", have, 1)
         with pytest.raises(MissingDataError, match=f"{lacks} is missing"):
             load_dataset("cifar10", tmp_path)
@@ -441,7 +441,7 @@ class TestOwn:
 
 
 class TestReal:
-    """The real files, laid out as users have them."""
+    """The real files in their usual layout."""
 
     def test_mnist(self, real_root):
         made = load_dataset("mnist", real_root)

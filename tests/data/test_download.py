@@ -89,7 +89,7 @@ class TestFetch:
             ensure(RemoteFile(f"{server.url}/a", "a", md5(BODY)), tmp_path)
         assert nothing_left(tmp_path)
 
-    def test_connection_refused_says_all_that_is_needed(self, server, tmp_path):
+    def test_a_refused_connection_says_how_to_get_the_file(self, server, tmp_path):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -114,7 +114,7 @@ class TestFetch:
             ensure(RemoteFile(f"{server.url}/page", "a", md5(BODY), direct=False), tmp_path)
         assert server.hits == []
 
-    def test_a_place_that_cannot_be_written(self, server, tmp_path):
+    def test_an_unwritable_folder_is_named(self, server, tmp_path):
         (tmp_path / "file").write_text("in the way")
         server.bodies["/a"] = BODY
         with pytest.raises(DataError, match="must be writable"):
@@ -190,7 +190,7 @@ class TestArchives:
     @pytest.mark.parametrize(
         "content",
         [b"no archive", zip_of({"other/a": b"a"}), tar_of({"set/a": b"a" * 99999})[:90]],
-        ids=["none", "other", "cut"],  # archives have a time in them
+        ids=["none", "other", "cut"],  # archives contain timestamps
     )
     def test_other_content(self, tmp_path, content):
         (tmp_path / "p").write_bytes(content)

@@ -4,7 +4,7 @@ from gradveil.data import load_dataset
 from gradveil.data.federated import federate
 
 
-def test_a_device_holds_the_images_of_its_client_alone():
+def test_a_device_holds_only_the_images_of_its_client():
     data = federate(load_dataset("mnist-5k"), "iid:images=5", 3, "1:0/3", 0)
     alone = data.only(1, 1, 3)
     assert alone.sizes == [0, 5, 0]

@@ -24,7 +24,7 @@ def idx_bytes(array):
 
 
 def naive_idx(content):
-    """One byte at a time, as the format's page describes it."""
+    """Read one byte at a time, as the format is specified."""
     count, height, width = struct.unpack(">III", content[4:16])
     image, position = [], 16
     for _ in range(count):
@@ -77,7 +77,7 @@ class TestIdx:
             "broken-gzip",
             "huge",
             "html",
-        ],  # gzip has a time in it
+        ],  # gzip files contain a timestamp
     )
     def test_a_broken_file_is_named(self, tmp_path, content):
         path = tmp_path / "train-images"
@@ -126,7 +126,7 @@ class TestCifarBinary:
 
 
 def python2_batch(images, labels, key=b"labels"):
-    """The opcodes that Python 2's cPickle and an old numpy wrote: protocol 2, byte strings, numpy.core.multiarray."""
+    """Write what Python 2's cPickle and an old numpy wrote: protocol 2, byte strings, numpy.core.multiarray."""
 
     def short(text):
         return b"U" + bytes([len(text)]) + text
@@ -167,7 +167,7 @@ class TestCifarPython:
         images = rng.integers(0, 256, (3, 3072), np.uint8)
         content = python2_batch(images, [1, 2, 3])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some versions of numpy warn of old pickles
+            warnings.simplefilter("ignore")  # some versions of numpy warn about old pickles
             theirs = pickle.loads(content, encoding="bytes")
         assert np.array_equal(theirs[b"data"], images)
 
@@ -410,7 +410,7 @@ class TestFolder:
         save(tmp_path / "c.png", (1, 2, 3, 128), mode="RGBA")
         assert read_pictures(list_pictures(tmp_path))[:, :, 0, 0].tolist() == [[50] * 3, [70] * 3, [1, 2, 3]]
 
-    def test_mixed_sizes_name_two_pictures_and_the_way_out(self, tmp_path):
+    def test_mixed_sizes_name_two_images_and_the_option_to_use(self, tmp_path):
         for index in range(5):
             save(tmp_path / "a" / f"{index}.png")
         save(tmp_path / "b" / "big.png", (9, 9, 9), size=(20, 10))

@@ -28,7 +28,7 @@ def deal(partition, labels, num_clients, seed=0, num_classes=10):
 
 
 @pytest.mark.parametrize("partition", [Iid(), ByClass(per_class=3), LabelParts(), Dirichlet()])
-def test_equal_seeds_equal_parts_and_others_differ(partition):
+def test_equal_seeds_give_equal_parts_and_other_seeds_differ(partition):
     labels = labels_of([50] * 10)
     first, again, other = (deal(partition, labels, 7, seed) for seed in (1, 1, 2))
     assert all(map(np.array_equal, first, again))
@@ -36,7 +36,7 @@ def test_equal_seeds_equal_parts_and_others_differ(partition):
 
 
 @pytest.mark.parametrize("partition", [Iid(), ByClass(classes=1, per_class=1), LabelParts(), Dirichlet()])
-def test_more_clients_than_images_names_both(partition):
+def test_more_clients_than_images_is_refused_with_both_numbers(partition):
     with pytest.raises(ConfigError, match=r"12 clients .* has 10;"):
         partition.split(np.arange(10), 12, 10, np.random.default_rng(0))
     with pytest.raises(ConfigError, match="num_clients must be at least 1, got 0"):
@@ -180,7 +180,7 @@ class TestDirichlet:
         with pytest.raises(ConfigError, match="alpha must be more than 0"):
             Dirichlet(alpha=alpha)
 
-    def test_alpha_beyond_numbers(self):
+    def test_an_alpha_too_large_for_floats_is_refused(self):
         with pytest.raises(ConfigError, match="alpha must be a number that shares can be drawn with"):
             Dirichlet(alpha=1e308).split(labels_of([20] * 3), 3, 3, np.random.default_rng(0))
 

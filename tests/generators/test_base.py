@@ -1,4 +1,4 @@
-"""The one door to generators: what comes through, and one clear line for what does not."""
+"""Loading generators: accepted files and factories, and clear errors for all others."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_every_generator_makes_images_row_by_row_and_has_gradients(name):
     assert torch.autograd.grad(images.sum(), latents)[0].abs().min() > 0
 
 
-def test_plain_weights_of_three_layers_are_read_by_their_places(tmp_path):
+def test_plain_weights_of_three_layers_are_read_by_position(tmp_path):
     theirs = sequence()
     save_file(theirs.state_dict(), tmp_path / "g.safetensors")
     network = load_generator(str(tmp_path / "g.safetensors"), SHAPE, 3)
@@ -45,7 +45,7 @@ def test_plain_weights_of_three_layers_are_read_by_their_places(tmp_path):
     assert network.keys == frozenset()
 
 
-def test_a_file_of_ours_names_its_generator_classes_and_images(tmp_path):
+def test_our_own_file_names_its_generator_classes_and_images(tmp_path):
     made = build(Generator, "dcgan:latent=3,width=2").build((1, 8, 8), 4).eval()
     tensors = {**made.state_dict(), KEYS: torch.tensor([5, -7])}
     path = tmp_path / "g.safetensors"
@@ -59,7 +59,7 @@ def test_a_file_of_ours_names_its_generator_classes_and_images(tmp_path):
         load_generator(str(path), (1, 16, 16), 4)
 
 
-def test_soft_labels_are_told_as_they_are():
+def test_soft_labels_are_accepted():
     network = build(Generator, "dcgan:latent=3,width=2").build((1, 8, 8), 4).eval()
     latents = torch.randn(2, 3)
     hard = torch.nn.functional.one_hot(torch.tensor([1, 2]), 4).float()
@@ -88,7 +88,7 @@ def own(tmp_path, latent="2", end="sigmoid", more=""):
     return f"{path}:factory"
 
 
-def test_ones_own_factory(tmp_path):
+def test_own_factory(tmp_path):
     network = load_generator(own(tmp_path), SHAPE, 3)
     assert network(torch.zeros(2, 2), torch.zeros(2)).shape == (2, *SHAPE)
 
@@ -102,12 +102,12 @@ def test_ones_own_factory(tmp_path):
         ({"latent": "3"}, r"take latents \(N, 3\), got RuntimeError"),
     ],
 )
-def test_a_factory_that_does_not_fit(tmp_path, changes, message):
+def test_a_factory_that_does_not_fit_is_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         load_generator(own(tmp_path, **changes), SHAPE, 3)
 
 
-def test_files_that_do_not_fit(tmp_path):
+def test_files_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no file\. Train one: gradveil train-generator"):
         load_generator(str(tmp_path / "none.safetensors"), SHAPE, 3)
     save_file({"other": torch.ones(2)}, tmp_path / "other.safetensors")

@@ -25,7 +25,7 @@ def test_fewer_directions_are_those_of_greatest_variance_and_images_stay_in_rang
     assert wild.max() == 1
 
 
-def test_one_image_is_all_it_makes():
+def test_a_single_image_is_the_only_output():
     image = torch.rand(1, 1, 4, 4)
     network = principal_components(image, 8)
     assert torch.allclose(network(torch.randn(3, network.latent)), image.expand(3, -1, -1, -1))

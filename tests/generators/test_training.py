@@ -1,4 +1,4 @@
-"""Training on public images: it learns, is the same after a kill, and its file says what it saw."""
+"""Training on public images: it learns, resumes to the same bits, and its file records the training images."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ QUICK = GeneratorSettings(generator="dcgan:latent=4,width=4", steps=4, batch_siz
 
 @pytest.fixture(scope="module")
 def bars():
-    """Two classes of 8x8 images: a bright upper half, or a bright left one."""
+    """Return two classes of 8x8 images: a bright upper half, or a bright left half."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 40, (60, 1, 8, 8), dtype=np.uint8)
     labels = np.arange(60) % 2
@@ -40,7 +40,7 @@ def test_it_learns_what_the_classes_look_like(bars, tmp_path):
         assert bright > dark + 0.3
 
 
-def test_the_same_bits_after_a_kill(bars, tmp_path, monkeypatch):
+def test_an_interrupted_training_resumes_to_the_same_bits(bars, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "SAVE_EVERY", 2)
     train_generator(QUICK, bars, tmp_path / "whole.safetensors")
 
@@ -70,7 +70,7 @@ def test_the_same_bits_after_a_kill(bars, tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_the_file_knows_its_images_and_no_others(bars, tmp_path):
+def test_the_file_records_exactly_its_training_images(bars, tmp_path):
     train_generator(dataclasses.replace(QUICK, steps=1), bars, tmp_path / "g.safetensors")
     keys = load_generator(str(tmp_path / "g.safetensors"), (1, 8, 8), 2).keys
     assert keys == set(image_keys(bars.test.images).tolist())
@@ -79,7 +79,7 @@ def test_the_file_knows_its_images_and_no_others(bars, tmp_path):
     assert keys == set(image_keys(as_floats).tolist())
 
 
-def test_a_finished_file_is_never_written_again(bars, tmp_path):
+def test_a_finished_file_is_never_overwritten(bars, tmp_path):
     path = tmp_path / "g.safetensors"
     train_generator(dataclasses.replace(QUICK, steps=1), bars, path)
     before = path.read_bytes()
@@ -95,7 +95,7 @@ def test_global_randomness_is_left_alone(bars, tmp_path):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_rate_that_diverges_is_an_error_and_leaves_no_weights(bars, tmp_path):
+def test_divergence_is_an_error_and_leaves_no_weights(bars, tmp_path):
     with pytest.raises(DivergedError, match="Lower --lr"):
         train_generator(dataclasses.replace(QUICK, lr=1e30, steps=9), bars, tmp_path / "g.safetensors")
     assert not (tmp_path / "g.safetensors").exists()
@@ -117,6 +117,6 @@ def test_bad_settings(bad, message):
         GeneratorSettings(**bad)
 
 
-def test_a_file_of_another_kind(bars, tmp_path):
+def test_another_file_suffix_is_refused(bars, tmp_path):
     with pytest.raises(ConfigError, match=r"ends in \.safetensors, got '.*g\.pt'"):
         train_generator(QUICK, bars, tmp_path / "g.pt")

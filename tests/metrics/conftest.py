@@ -1,4 +1,4 @@
-"""LPIPS weights of the true shapes and random values, laid out as a data root: no test needs the published ones."""
+"""Random LPIPS weights of the true shapes in a data root, so that no test needs the published ones."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def one_thread():
 
 
 def random_trunk(kind, seed=0):
-    """Weights of all convolutions, at a scale that keeps the features alive."""
+    """Draw weights of all convolutions, scaled so that features neither vanish nor explode."""
     rng = torch.Generator().manual_seed(seed)
     tensors = {}
     for index, layer in enumerate(kind.layers()):

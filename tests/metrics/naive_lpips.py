@@ -1,11 +1,11 @@
-"""LPIPS once more, by plain functions from the paper, in float64 and one image at a time."""
+"""A slow reference for LPIPS: the paper's formulas in float64, one image at a time."""
 
 import torch
 from torch.nn import functional as F
 
 
 def naive_lpips(tensors, plan, truth, guess):
-    """``plan`` lists convolutions (index, options), pools (size, stride) and where to compare."""
+    """Return LPIPS; ``plan`` lists convolutions (index, options), pools (size, stride) and where to compare."""
     return torch.stack([_distance(tensors, plan, x, y) for x, y in zip(truth, guess, strict=True)])
 
 

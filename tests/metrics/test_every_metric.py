@@ -1,4 +1,4 @@
-"""Laws that every metric in the folder keeps."""
+"""Laws that every metric must keep."""
 
 import copy
 import dataclasses
@@ -55,7 +55,7 @@ def test_the_exports_are_sorted_and_exist():
 @pytest.mark.usefixtures("with_weights")
 @pytest.mark.parametrize("file", METRICS)
 class TestEveryMetric:
-    def test_its_names_follow_from_each_other(self, file):
+    def test_class_file_and_spec_names_agree(self, file):
         metric = METRICS[file]()
         assert (metric.kind, metric.name, metric.spec) == ("metrics", file.replace("_", "-"), file.replace("_", "-"))
         assert isinstance(metric.higher_is_leakier, bool)
@@ -93,7 +93,7 @@ class TestEveryMetric:
         torch.testing.assert_close(metric(truth.flip(0), guess.flip(0)), alone.flip(0), rtol=1e-5, atol=1e-7)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_what_is_not_finite_is_no_guess_and_poisons_no_other(self, file, bad):
+    def test_a_non_finite_guess_gives_nan_and_affects_no_other(self, file, bad):
         metric, truth = METRICS[file](), images(3)
         guess = noisy(truth, 0.3)
         broken = guess.clone()
@@ -107,13 +107,13 @@ class TestEveryMetric:
         values = METRICS[file]()(torch.zeros(0, 3, 16, 16), torch.zeros(0, 3, 16, 16))
         assert (values.shape, values.dtype) == ((0,), torch.float64)
 
-    def test_both_are_clamped(self, file):
+    def test_truth_and_guess_are_clamped(self, file):
         metric, truth = METRICS[file](), images(2)
         guess = noisy(truth, 1.0)
         assert torch.equal(metric(truth, guess), metric(truth, guess.clamp(0, 1)))
         assert torch.equal(metric(truth * 3 - 1, guess), metric((truth * 3 - 1).clamp(0, 1), guess))
 
-    def test_it_edits_nothing_draws_nothing_and_repeats_itself(self, file):
+    def test_it_edits_no_input_draws_no_random_numbers_and_is_deterministic(self, file):
         metric, truth = METRICS[file](), images(2)
         guess = noisy(truth, 0.5).requires_grad_()
         kept, before = copy.deepcopy((truth, guess.detach())), torch.get_rng_state()
@@ -147,7 +147,7 @@ class TestEveryMetric:
         with pytest.raises(ConfigError, match="truth must be finite"):
             metric(torch.full_like(truth, math.nan), truth)
 
-    def test_it_travels_to_workers(self, file):
+    def test_it_can_be_pickled(self, file):
         metric = METRICS[file]()
         assert pickle.loads(pickle.dumps(metric)) == metric
 
@@ -167,5 +167,5 @@ def test_a_metric_of_the_whole_batch_is_refused():
         Mean()(images(2), images(2))
 
 
-def test_missing_weights_are_missing_data():
+def test_missing_weights_raise_a_missing_data_error():
     assert issubclass(MetricUnavailable, MissingDataError)

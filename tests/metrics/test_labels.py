@@ -38,7 +38,7 @@ def test_nothing_to_recover_is_nan():
 
 @given(truth=labels, guess=labels)
 def test_equals_the_best_order_of_the_guess(truth, guess):
-    """Brute force: the most places at which some order of the guess agrees with the truth."""
+    """Compare with brute force: the most matches over all orders of the guess."""
     padded = guess + [-1] * (len(truth) - len(guess))
     best = max(
         sum(a == b for a, b in zip(truth, order, strict=False)) for order in itertools.permutations(padded, len(padded))

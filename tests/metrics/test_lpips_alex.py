@@ -110,13 +110,13 @@ class TestImages:
 class TestWeights:
     @pytest.fixture
     def files(self, tmp_path):
-        """What users have: heads as the package lpips ships them, torchvision's checkpoint with its classifier."""
+        """Write the usual files: heads as shipped by lpips, torchvision's checkpoint with its classifier."""
         torch.save(random_heads(LpipsAlex), tmp_path / "alex.pth")
         extra = {"classifier.1.weight": torch.zeros(4, 4)}
         torch.save(random_trunk(LpipsAlex) | extra, tmp_path / "alexnet.pth", _use_new_zipfile_serialization=False)
         return tmp_path
 
-    def test_missing_ones_say_why_and_where_to_put_the_file(self, without_weights, pair):
+    def test_missing_weights_say_why_and_where_to_put_the_file(self, without_weights, pair):
         place = without_weights / "weights" / "lpips_alex_v0.1.safetensors"
         with pytest.raises(MetricUnavailable, match=re.escape(f"'lpips-alex' needs pretrained weights, and {place}")):
             LpipsAlex()(*pair)
@@ -131,7 +131,7 @@ class TestWeights:
         (without_weights / "weights" / LpipsAlex.default_file).symlink_to(source)
         assert LpipsAlex()(*pair).isfinite().all()
 
-    def test_a_file_of_the_default_name_in_the_working_directory_is_not_taken(
+    def test_a_file_in_the_working_directory_is_not_used_by_default(
         self, without_weights, random_root, pair, monkeypatch
     ):
         monkeypatch.chdir(random_root / "weights")

@@ -19,7 +19,7 @@ def error(truth, guess):
 
 
 def best_by_force(truth, guess):
-    """The least sum of errors over all ways to give each image a guess of its own, or each guess an image."""
+    """Return the lowest sum of errors over all one-to-one assignments of guesses to images."""
     short, long = sorted((truth, guess), key=len)
     ways = itertools.permutations(range(len(long)), len(short))
     return min(sum(error(short[i], long[j]) for i, j in enumerate(way)) for way in ways)
@@ -37,21 +37,21 @@ def test_equals_brute_force(num_truth, num_guess, seed):
     assert total == pytest.approx(best_by_force(truth, guess), abs=1e-9)
 
 
-def test_the_best_for_all_is_not_the_nearest_for_each():
+def test_the_best_assignment_is_not_the_nearest_guess_for_each():
     truth = torch.tensor([0.5, 0.6]).view(2, 1, 1, 1)
-    guess = torch.tensor([0.55, 1.0]).view(2, 1, 1, 1)  # both are nearest to 0.55
+    guess = torch.tensor([0.55, 1.0]).view(2, 1, 1, 1)  # 0.55 is nearest to both
     assert match(truth, guess).tolist() == [0, 1]
 
 
 @settings(max_examples=20, deadline=None)
 @given(order=st.permutations(range(6)))
-def test_a_shuffled_truth_comes_back(order):
+def test_a_shuffled_truth_is_restored(order):
     truth = images(6).float()
     assert torch.equal(align(truth, truth[list(order)]), truth)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_used_last(bad):
+def test_non_finite_guesses_are_used_last(bad):
     truth = images(3)
     guess = truth[[2, 0, 1]].clone()
     guess[0, 0, 0, 0] = bad
@@ -70,12 +70,12 @@ def test_missing_guesses_are_marked_and_become_nan():
     assert aligned[[0, 2]].isnan().all()
 
 
-def test_needless_guesses_are_left_out():
+def test_superfluous_guesses_are_left_out():
     truth = images(2)
     assert match(truth, torch.cat([images(3, seed=9), truth])).tolist() == [3, 4]
 
 
-def test_guesses_are_compared_clamped_and_returned_as_they_are():
+def test_guesses_are_compared_clamped_and_returned_unclamped():
     truth = torch.tensor([1.0, 0.0]).view(2, 1, 1, 1)
     guess = torch.tensor([0.4, 9.0]).view(2, 1, 1, 1)
     assert align(truth, guess).flatten().tolist() == [9.0, pytest.approx(0.4)]

@@ -6,7 +6,7 @@ from gradveil.metrics.mse import Mse
 
 
 def naive(truth, guess):
-    """The mean squared error of one image, by loops."""
+    """Return the mean squared error of one image, by loops."""
     total = 0.0
     channels, height, width = truth.shape
     for c in range(channels):

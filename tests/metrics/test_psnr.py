@@ -26,7 +26,7 @@ def test_the_cap_is_reached_at_100_decibels(step):
     assert (value == 100) == (step < 1e-5) or step == 1e-5
 
 
-def test_one_exact_image_leaves_the_others_as_they_are():
+def test_one_exact_image_does_not_change_the_others():
     truth, guess = torch.zeros(4, 1, 2, 2), torch.full((4, 1, 2, 2), 0.1)
     guess[2] = 0
     torch.testing.assert_close(Psnr()(truth, guess), torch.tensor([20.0, 20.0, 100.0, 20.0]).double())

@@ -11,14 +11,14 @@ SCORES = st.lists(st.integers(0, 6), min_size=1, max_size=12).map(lambda some: t
 
 
 @given(SCORES, SCORES)
-def test_the_area_is_the_share_of_pairs_in_order_with_ties_half(members, others):
+def test_the_area_is_the_share_of_ordered_pairs_with_ties_counted_half(members, others):
     pairs = [(a > b) + 0.5 * (a == b) for a in members.tolist() for b in others.tolist()]
     assert area(members, others) == pytest.approx(sum(pairs) / len(pairs))
     assert area(others, members) == pytest.approx(1 - sum(pairs) / len(pairs))
 
 
 @given(SCORES, SCORES, st.floats(0, 1))
-def test_rates_are_those_of_every_threshold(members, others, false_alarms):
+def test_rates_cover_every_threshold(members, others, false_alarms):
     thresholds = [float("inf"), *{*members.tolist(), *others.tolist()}]
     pairs = [((others >= t).double().mean().item(), (members >= t).double().mean().item()) for t in thresholds]
     false, true = rates(members, others)
@@ -28,7 +28,7 @@ def test_rates_are_those_of_every_threshold(members, others, false_alarms):
 
 
 @given(SCORES, SCORES)
-def test_the_curve_lies_on_the_line_through_all_rates(members, others):
+def test_the_curve_interpolates_all_rates(members, others):
     points = list(zip(*(rate.tolist() for rate in rates(members, others)), strict=True))
     for false_rate, found in zip(FALSE_RATES, curve(members, others), strict=True):
         reached = [true for false, true in points if false == pytest.approx(false_rate, abs=1e-12)]

@@ -19,7 +19,7 @@ def pair(shape, seed, scale=0.2):
 
 
 def naive(truth, guess, size):
-    """SSIM of one image by a sum over each square window of ``size``."""
+    """Return SSIM of one image by a sum over each square window of ``size``."""
     middle = size // 2
     weights = np.array(
         [[math.exp(-((i - middle) ** 2 + (j - middle) ** 2) / (2 * 1.5**2)) for j in range(size)] for i in range(size)]

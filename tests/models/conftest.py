@@ -1,4 +1,4 @@
-"""One thread for every test here: the nets are tiny and the machines shared."""
+"""Run every test in this folder on one thread: the networks are tiny and the machines are shared."""
 
 from collections.abc import Iterator
 

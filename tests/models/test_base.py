@@ -1,4 +1,4 @@
-"""Normalisation, and the user's own networks."""
+"""Normalisation, and networks from the user's own files."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def own(tmp_path):
     return path
 
 
-def test_own_factory_gets_what_it_takes_and_its_settings_as_texts(own):
+def test_own_factory_gets_the_arguments_it_accepts_and_settings_as_strings(own):
     network = create_model(f"{own}:takes_both:width=9", (1, 4, 4), 3, seed=0)
     assert [tuple(parameter.shape) for parameter in network.parameters()] == [(9, 16), (9,), (3, 9), (3,)]
     assert isinstance(create_model(f"{own}:takes_nothing", (1, 4, 4), 3, seed=0), nn.Flatten)
@@ -106,7 +106,7 @@ def test_missing_names_and_files_are_explained(own, tmp_path):
         create_model("convnet:widht=3", (1, 28, 28), 3, seed=0)
 
 
-def test_normalisation_is_applied_by_the_model_and_adds_no_names():
+def test_normalisation_is_applied_by_the_model_and_adds_no_parameters():
     normalisation = Normalisation((0.1, 0.2, 0.3), (0.5, 1.0, 2.0))
     plain = create_model("logistic", (3, 4, 4), 5, seed=0)
     network = create_model("logistic", (3, 4, 4), 5, seed=0, normalisation=normalisation)
@@ -119,7 +119,7 @@ def test_normalisation_is_applied_by_the_model_and_adds_no_names():
     assert normalisation_of(plain) is None
 
 
-def test_normalisation_keeps_the_type_of_the_images():
+def test_normalisation_keeps_the_dtype_of_the_images():
     assert Normalisation((0.5,), (0.5,))(torch.ones(1, 1, 2, 2, dtype=torch.float64)).dtype == torch.float64
 
 

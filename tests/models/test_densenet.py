@@ -10,14 +10,14 @@ def test_parameters():
     assert network.classifier.in_features == 1024
 
 
-def test_torchvisions_names():
+def test_parameters_have_torchvisions_names():
     names = set(create_model("densenet121:growth=1,stem=7x7", (3, 32, 32), 4, seed=0).state_dict())
     assert len(names) == 727
     assert {"features.conv0.weight", "features.norm5.running_mean", "classifier.bias"} <= names
     assert {"features.denseblock3.denselayer24.conv2.weight", "features.transition3.norm.bias"} <= names
 
 
-def test_a_dense_layer_appends_to_what_it_saw():
+def test_a_dense_layer_appends_channels_to_its_input():
     layer = create_model("densenet121:growth=3", (1, 8, 8), 2, seed=0).eval().features.denseblock1.denselayer1
     images = torch.rand(1, 6, 4, 4)
     result = layer(images)
@@ -30,7 +30,7 @@ def test_transitions_halve_channels_and_image():
     assert transition(torch.rand(1, 16, 7, 6)).shape == (1, 8, 4, 3)
 
 
-def test_7x7_stem_leaves_a_quarter_of_the_pixels_each_way():
+def test_7x7_stem_divides_the_side_by_four():
     for stem, side in {"7x7": 8, "3x3": 32}.items():
         features = create_model(f"densenet121:growth=1,stem={stem}", (3, 32, 32), 4, seed=0).features
         start = list(dict(features.named_children())).index("denseblock1")

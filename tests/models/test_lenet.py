@@ -15,7 +15,7 @@ def test_lenet_dlg_hidden_features(shape, hidden):
     assert create_model("lenet-dlg", shape, 10, seed=0).fc.in_features == hidden
 
 
-def test_lenet_dlg_is_the_network_of_the_code():
+def test_lenet_dlg_is_the_network_of_the_authors_code():
     # 3·12·25 + 12, 2·(12·12·25 + 12), 768·100 + 100
     network = create_model("lenet-dlg", (3, 32, 32), 100, seed=0)
     assert count(network) == 912 + 2 * 3_612 + 76_900
@@ -42,13 +42,13 @@ def test_lenet5_features(side, features):
     assert create_model("lenet5", (3, side, side), 10, seed=0).fc1.in_features == features
 
 
-def test_lenet5_pads_each_side_by_itself():
+def test_lenet5_pads_height_and_width_separately():
     network = create_model("lenet5", (1, 28, 40), 10, seed=0)
     assert network.conv1.padding == (2, 0)
     assert network(torch.rand(1, 1, 28, 40)).shape == (1, 10)
 
 
-def test_grnns_lenet():
+def test_lenet5_with_the_settings_of_grnn():
     network = create_model("lenet5:activation=sigmoid,init=uniform", (3, 32, 32), 10, seed=0)
     assert sum(isinstance(module, nn.Sigmoid) for module in network) == 4
     assert network.fc1.weight.abs().max() > 0.49
@@ -58,7 +58,7 @@ def test_lenet_dlg_spec_hides_the_papers_settings():
     assert build(Model, "lenet-dlg:activation=sigmoid,init=uniform,width=8").spec == "lenet-dlg:width=8"
 
 
-def test_lenet5_pools_by_the_maximum():
+def test_lenet5_uses_max_pooling():
     network = create_model("lenet5", (1, 28, 28), 10, seed=0)
     image = torch.tensor([[[[1.0, 2.0], [3.0, 9.0]]]])
     assert network.pool1(image).item() == network.pool2(image).item() == 9

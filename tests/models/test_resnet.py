@@ -9,7 +9,7 @@ from torch import nn
 from gradveil.models import Normalisation, create_model, load_weights
 
 IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""What the given CIFAR-10 weights were trained with; CIFAR's own mean and std give 91.69 % and 92.35 %."""
+"""The normalisation that the given CIFAR-10 weights were trained with; CIFAR's own gives 91.69 % and 92.35 %."""
 
 
 def count(network):
@@ -34,7 +34,7 @@ def test_parameters(spec, shape, num_classes, parameters):
         assert count(create_model(spec, shape, num_classes, seed=0)) == parameters
 
 
-def test_7x7_stem_leaves_a_quarter_of_the_pixels_each_way():
+def test_7x7_stem_divides_the_side_by_four():
     for stem, side in {"7x7": 8, "3x3": 32}.items():
         network = create_model(f"resnet18:width=2,stem={stem}", (3, 32, 32), 4, seed=0)
         sizes = []
@@ -43,7 +43,7 @@ def test_7x7_stem_leaves_a_quarter_of_the_pixels_each_way():
         assert sizes == [(2, 2, side, side)]
 
 
-def test_torchvisions_names():
+def test_parameters_have_torchvisions_names():
     names = set(create_model("resnet18:width=2,stem=7x7", (3, 32, 32), 4, seed=0).state_dict())
     assert len(names) == 122
     assert {"conv1.weight", "bn1.running_var", "layer1.1.bn2.bias", "layer2.0.downsample.0.weight"} <= names

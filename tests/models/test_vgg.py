@@ -30,7 +30,7 @@ def test_pooling_rounds_up_and_never_reaches_zero(side, left):
 
 
 def test_28x28_trains_with_one_image():
-    """BatchNorm refuses one value a channel; rounding up leaves it 2x2 pixels."""
+    """BatchNorm refuses one value per channel; rounding up leaves 2x2 pixels."""
     network = create_model("vgg16:width=2", (1, 28, 28), 3, seed=0).train()
     assert network(torch.rand(1, 1, 28, 28)).isfinite().all()
 
@@ -43,7 +43,7 @@ def test_full_head_has_torchvisions_names_and_works_on_small_images():
     assert network(torch.rand(2, 3, 28, 28)).shape == (2, 3)
 
 
-def test_dropout_only_when_asked_for():
+def test_dropout_is_off_by_default():
     rates = {}
     for spec in ("vgg16:width=1,head=full,hidden=4", "vgg16:width=1,head=full,hidden=4,dropout=0.5"):
         network = create_model(spec, (1, 8, 8), 2, seed=0)

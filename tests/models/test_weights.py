@@ -55,7 +55,7 @@ def test_the_counter_of_batch_norm_may_be_absent(path):
         ({f"extra{i}": torch.zeros(1) for i in range(5)}, r"unexpected: extra0, extra1, extra2 and 2 more\."),
     ],
 )
-def test_misfits_are_named_and_nothing_is_loaded(path, changes, message):
+def test_mismatches_are_named_and_nothing_is_loaded(path, changes, message):
     save(path, **changes)
     loaded = network(seed=0)
     with pytest.raises(ConfigError, match=message):
@@ -63,7 +63,7 @@ def test_misfits_are_named_and_nothing_is_loaded(path, changes, message):
     assert same(loaded.state_dict(), network(seed=0).state_dict())
 
 
-def test_pickles_and_rubbish_are_never_opened(path):
+def test_pickles_and_invalid_files_are_never_opened(path):
     class Bomb:
         def __reduce__(self):
             return (pytest.fail, ("the pickle was opened",))

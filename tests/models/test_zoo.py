@@ -1,4 +1,4 @@
-"""What every model of the zoo must do, found by the registry and not listed by hand."""
+"""Laws that every model of the zoo must keep; the registry finds the models."""
 
 import dataclasses
 import re
@@ -23,7 +23,7 @@ SMALL = {
     "resnet34": "resnet34:width=4",
     "vgg16": "vgg16:width=4",
 }
-"""The same networks, narrower, where the width does not matter to the test."""
+"""Narrower versions of the same networks, for tests that do not depend on the width."""
 
 
 def small(name, **settings):
@@ -63,7 +63,7 @@ def test_smallest_image_works_and_one_pixel_less_is_refused(name):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_training_reaches_every_parameter(name):
-    network = create_model(small(name, activation="softplus"), (3, 28, 28), 5, seed=0)  # no unit of it can be dead
+    network = create_model(small(name, activation="softplus"), (3, 28, 28), 5, seed=0)  # so that no unit is dead
     network.train()(images((3, 28, 28), count=3)).logsumexp(1).sum().backward()
     assert [key for key, parameter in network.named_parameters() if parameter.grad is None] == []
     network.zero_grad()
@@ -74,7 +74,7 @@ def test_training_reaches_every_parameter(name):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_gradient_of_the_gradient_exists(name):
-    """Every attack by gradient matching differentiates the gradient by the image."""
+    """Every attack by gradient matching differentiates the gradient with respect to the image."""
     network = create_model(small(name, activation="softplus"), (1, 28, 28), 5, seed=0).eval()
     image = images((1, 28, 28), count=1).requires_grad_()
     loss = nn.functional.cross_entropy(network(image), torch.tensor([2]))

@@ -1,4 +1,4 @@
-"""The three maps of a convolution against torch's own, and against each other."""
+"""The three linear maps of a convolution, compared with torch's own."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pairs = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 @st.composite
 def problems(draw):
-    """Images, weights, an output gradient and where the kernel goes."""
+    """Draw images, weights, an output gradient and the geometry of the kernel."""
     kernel, stride = draw(pairs), draw(pairs)
     padding = draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
     size = tuple(max(draw(st.integers(1, 9)), k - 2 * p) for k, p in zip(kernel, padding, strict=True))

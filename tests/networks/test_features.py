@@ -14,7 +14,7 @@ def network():
     return create_model("resnet20:width=2", SHAPE, 4, 0).eval()
 
 
-def test_the_choices_of_the_paper(network):
+def test_the_layers_chosen_by_the_paper(network):
     convolutions = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)]
     assert len(convolutions) == 19
     assert chosen_layers(network, SHAPE, "all") == convolutions
@@ -24,7 +24,7 @@ def test_the_choices_of_the_paper(network):
     assert chosen_layers(network, SHAPE, "conv1/linear") == ["conv1", "linear"]
 
 
-def test_features_are_the_layers_outputs_and_nothing_behind_them_runs(network):
+def test_features_are_layer_outputs_and_later_layers_do_not_run(network):
     images = torch.rand(3, *SHAPE)
     ran = []
     network.linear.register_forward_hook(lambda *_: ran.append(1))
@@ -35,7 +35,7 @@ def test_features_are_the_layers_outputs_and_nothing_behind_them_runs(network):
     assert torch.allclose(found[0], first)
     assert torch.allclose(found[1], second)
     Features(network, ["conv1"], SHAPE)(images)
-    assert len(ran) == 1  # the first look at the layers' order alone
+    assert len(ran) == 1  # the first pass only finds the order of the layers
 
 
 def test_the_distance_is_the_sum_over_layers_and_has_a_gradient(network):
@@ -61,7 +61,7 @@ def test_the_slope_is_the_gradient_of_the_distance(network, mean):
     )
 
 
-def test_an_output_that_is_changed_in_place_later_is_kept():
+def test_an_output_changed_in_place_later_is_kept():
     network = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(inplace=True), nn.Conv2d(2, 2, 3)).eval()
     images = torch.rand(2, *SHAPE)
     found = Features(network, ["0", "2"], SHAPE)(images)
@@ -69,7 +69,7 @@ def test_an_output_that_is_changed_in_place_later_is_kept():
     assert (found[0] < 0).any()
 
 
-def test_layers_that_are_not_there_or_not_used_once(network):
+def test_missing_layers_and_layers_not_used_once_are_refused(network):
     with pytest.raises(UnknownNameError, match=r"layer1.0.conv9.*Did you mean 'layer1.0.conv2'"):
         Features(network, ["layer1.0.conv9"], SHAPE)
     twice = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU())

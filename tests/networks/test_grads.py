@@ -22,7 +22,7 @@ from gradveil.registry import components
 
 
 def naive(network, images, labels, group_size=1):
-    """One backward a group, by a plain loop."""
+    """Return gradients by a plain loop, one backward pass per group."""
     wanted = [p for p in network.parameters() if p.requires_grad]
     names = [name for name, p in network.named_parameters() if p.requires_grad]
     rows = []
@@ -52,7 +52,7 @@ SMALL = {
 def build(name, shape=(3, 12, 12), classes=4):
     network = create_model(SMALL.get(name, name), shape, classes, seed=0).double().eval()
     for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):  # statistics that matter
+        if isinstance(module, nn.BatchNorm2d):  # statistics that change the output
             torch.manual_seed(1)
             module.running_mean.normal_()
             module.running_var.uniform_(0.5, 2)
@@ -87,7 +87,7 @@ def test_convolutions_of_any_shape(channels, out, kernel, stride, padding, dilat
 
 
 class Scale(nn.Module):
-    """A layer without a rule of its own."""
+    """A layer that has no rule for per-example gradients."""
 
     def __init__(self, size):
         super().__init__()
@@ -98,7 +98,7 @@ class Scale(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A parameter beside children: only the whole network's vmap reaches it."""
+    """A network with a parameter besides its children: only vmap over the whole network reaches it."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ def test_the_result_can_be_differentiated_again(network, group_size):
         assert fast.abs().max() > 0
 
 
-def test_leaves_the_network_as_it_was():
+def test_the_network_is_left_unchanged():
     network = build("lenet-dlg")
     before = copy.deepcopy(network.state_dict())
     images = torch.rand(2, 3, 12, 12).double()
@@ -187,7 +187,7 @@ def features(network):
     return lambda x: torch.sigmoid(network(x))
 
 
-def test_products_with_the_jacobian_equal_it():
+def test_jvp_and_vjp_equal_products_with_the_jacobian():
     torch.manual_seed(0)
     network = build("mlp:hidden=7", (1, 3, 3), 5)
     inputs = torch.rand(2, 1, 3, 3).double().requires_grad_()
@@ -202,7 +202,7 @@ def test_products_with_the_jacobian_equal_it():
 
 @pytest.mark.parametrize("order", [1, 2, math.inf])
 @pytest.mark.parametrize("forward", [False, True])
-def test_row_norms_are_the_jacobians_backward_and_forward(forward, order):
+def test_row_norms_equal_the_jacobians_in_backward_and_forward_mode(forward, order):
     torch.manual_seed(0)
     network = build("mlp:hidden=7", (1, 3, 3), 5)
     inputs = torch.rand(2, 1, 3, 3).double()
@@ -212,7 +212,7 @@ def test_row_norms_are_the_jacobians_backward_and_forward(forward, order):
     assert torch.allclose(found, expected, atol=1e-12)
 
 
-def test_row_norms_by_probes():
+def test_row_norms_estimated_by_probes():
     torch.manual_seed(0)
     network = build("mlp:hidden=7", (1, 3, 3), 5)
     inputs = torch.rand(2, 1, 3, 3).double()
@@ -227,7 +227,7 @@ def test_row_norms_by_probes():
 
 
 class Backward(torch.autograd.Function):
-    """Knows no forward mode."""
+    """A function without forward-mode derivative."""
 
     generate_vmap_rule = True
 
@@ -252,10 +252,10 @@ def test_probes_need_forward_mode():
 
 
 @pytest.mark.parametrize("spec", ["lenet-dlg", "mlp:hidden=7"])
-def test_outputs_come_with_gradients(spec):
+def test_gradients_and_outputs_agree_with_autograd(spec):
     network, images = build(spec, (1, 8, 8), 5), torch.rand(3, 1, 8, 8).double().requires_grad_()
     labels = torch.tensor([0, 4, 2])
-    for _ in range(2):  # the first time gradients are also compared with autograd's
+    for _ in range(2):  # the first call also compares gradients with autograd's
         gradients, outputs = gradients_and_outputs(network, images, labels)
         expected = example_gradients(network, images, labels)
         assert all(torch.equal(gradients[name], expected[name]) for name in expected)
@@ -282,7 +282,7 @@ def test_probes_are_unbiased_in_the_square_and_take_expanded_images():
     assert torch.allclose(squares.std(0) / expected, torch.tensor(2 / 8).sqrt().double(), rtol=0.4)
 
 
-def test_layer_inputs_are_what_layers_are_given():
+def test_layer_inputs_are_the_inputs_of_the_layers():
     network = build("mlp:hidden=7", (1, 3, 3), 5)
     images = torch.rand(2, 1, 3, 3).double()
     last, first = layer_inputs(network, ["linear", "linear1"], images)
@@ -300,7 +300,7 @@ class _Standardised(nn.Conv2d):
 
 
 class _Behind(nn.Module):
-    """Uses a layer's weight a second time, where no hook sees it."""
+    """A network that uses a layer's weight a second time, outside the layer."""
 
     def __init__(self):
         super().__init__()
@@ -326,7 +326,7 @@ class _Hooked(nn.Sequential):
         nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(64, 3))),
     ],
 )
-def test_odd_networks_are_noticed_and_right_all_the_same(network):
+def test_unusual_networks_still_get_correct_gradients(network):
     network = network.double()
     images, labels = torch.rand(4, 1, 8, 8, dtype=torch.double), torch.tensor([0, 1, 2, 0])
     found = example_gradients(network, images, labels)

@@ -1,4 +1,4 @@
-"""Pictures of noise in place of data sets."""
+"""Random images that stand in for data sets."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from gradveil.data import Dataset, Split
 
 
 def invented(name="mnist-5k", shape=(1, 28, 28), each=12):
-    """As many pictures of each of ten classes."""
+    """Return a data set of random images, ``each`` per class in ten classes."""
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(10), each)
     splits = [Split(rng.integers(0, 256, (10 * each, *shape), dtype=np.uint8), labels) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""ATS's experiments at their smallest, on real data."""
+"""The experiments on ATS at scale smoke, on real data."""
 
 import math
 
@@ -10,7 +10,7 @@ from gradveil.reproduce.base import Lab, run_experiment
 PAPER = papers()["ats"]
 
 
-def test_what_there_is():
+def test_both_experiments_are_there():
     assert list(PAPER.experiments) == ["search", "early"]
 
 

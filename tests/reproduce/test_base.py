@@ -21,7 +21,7 @@ def paper_of(runs):
     return Paper("test", "none", {"1": Experiment("a table", count)})
 
 
-def test_an_experiment_leaves_its_table_pictures_and_document_and_is_not_run_twice(tmp_path):
+def test_an_experiment_writes_its_table_figures_and_document_and_is_not_run_twice(tmp_path):
     runs = []
     paper, lab = paper_of(runs), Lab(tmp_path / "1", "smoke")
     first = run_experiment(paper, "1", lab)
@@ -34,7 +34,7 @@ def test_an_experiment_leaves_its_table_pictures_and_document_and_is_not_run_twi
         run_experiment(paper, "1", Lab(lab.out, "small"))
 
 
-def test_a_killed_experiment_goes_on_with_the_parts_that_are_missing(tmp_path):
+def test_an_interrupted_experiment_resumes_with_the_missing_parts(tmp_path):
     done = []
 
     def work(name):
@@ -59,7 +59,7 @@ def test_a_killed_experiment_goes_on_with_the_parts_that_are_missing(tmp_path):
     assert len(done) == 4
 
 
-def test_experiments_of_a_paper_share_their_parts_and_papers_do_not(tmp_path, monkeypatch):
+def test_experiments_of_one_paper_share_parts_but_papers_do_not(tmp_path, monkeypatch):
     done = []
 
     def run(lab):
@@ -73,7 +73,7 @@ def test_experiments_of_a_paper_share_their_parts_and_papers_do_not(tmp_path, mo
     assert done == ["1", "3"]
 
 
-def test_a_part_tells_of_its_share_of_the_whole(tmp_path):
+def test_progress_of_a_part_is_scaled_to_the_whole(tmp_path):
     heard = []
     lab = Lab(tmp_path, "smoke", progress=lambda share, doing: heard.append((share, doing)))
     lab.telling("attack", 1, 4)(0.5)
@@ -82,14 +82,14 @@ def test_a_part_tells_of_its_share_of_the_whole(tmp_path):
 
 
 @pytest.mark.parametrize("other", [{"scale": "small"}, {"seed": 1}, {"data_root": Path("elsewhere")}])
-def test_parts_of_other_scales_seeds_and_data_are_not_taken_for_this_ones(tmp_path, other):
+def test_parts_of_another_scale_seed_or_data_root_are_not_reused(tmp_path, other):
     assert Lab(tmp_path, "smoke").once("part", lambda: 1) == 1
     assert Lab(tmp_path, "smoke").once("part", lambda: 2) == 1
     assert Lab(tmp_path, **{"scale": "smoke", **other}).once("part", lambda: 3) == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]"])
-def test_a_part_that_is_not_whole_is_done_again(tmp_path, content):
+def test_a_corrupt_part_is_computed_again(tmp_path, content):
     lab = Lab(tmp_path, "smoke")
     lab.once("part", lambda: 1)
     lab.tensors_once("part", lambda: {"x": torch.zeros(1)})
@@ -99,7 +99,7 @@ def test_a_part_that_is_not_whole_is_done_again(tmp_path, content):
     assert lab.tensors_once("part", lambda: {"x": torch.ones(1)})["x"] == 1
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path):
+def test_an_unwritable_folder_is_refused_before_any_work(tmp_path):
     runs = []
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RunFolderError, match="must be a folder"):
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path):
     assert not runs
 
 
-def test_an_audit_with_failed_cells_is_no_result(tmp_path, monkeypatch):
+def test_an_audit_with_failed_cells_gives_no_result(tmp_path, monkeypatch):
     failed = AuditResult(tmp_path, [], {"privacy-00001": "gs on soteria: out of memory"}, 1.0, "", tmp_path)
     monkeypatch.setattr("gradveil.reproduce.soteria.audit", lambda *args, **options: failed)
     with pytest.raises(TrainingError, match=r"1 of its cells failed.* out of memory"):
@@ -139,12 +139,12 @@ def test_every_paper_is_found_by_its_file():
         assert paper.experiments
 
 
-def test_figures_are_rounded_and_what_is_not_finite_is_none():
+def test_figures_are_rounded_and_none_if_not_finite():
     assert (rounded(0.123456), rounded(123456.0, 2)) == (0.1235, 1.2e5)
     assert (rounded(float("inf")), rounded(None)) == (None, None)
 
 
-def test_pictures_stand_line_by_line_and_what_is_lost_is_grey():
+def test_images_are_drawn_in_rows_and_nan_is_grey():
     some = torch.rand(3, 1, 4, 4)
     figure = picture_lines({"truth": some, "lost": torch.full_like(some, torch.nan)}, most=2)
     assert len(figure.axes) == 4

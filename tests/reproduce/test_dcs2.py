@@ -1,4 +1,4 @@
-"""The paper's tables: what they are made of, with the long work replaced, and one at its smallest."""
+"""The tables of the DCS2 paper, with attacks and trainings replaced, and one table at scale smoke."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ SHAPES = {"cifar10": (3, 32, 32), "faces-lfw.npz": (1, 64, 64), "tiny-imagenet-1
 
 @pytest.fixture
 def no_files(monkeypatch):
-    """Invented pictures in place of every data set."""
+    """Replace every data set by random images."""
 
     def load(spec, root=None):
         return invented(spec, SHAPES.get(spec.rpartition("/")[2], (1, 28, 28)), each=40)
@@ -45,7 +45,7 @@ def no_files(monkeypatch):
 
 @pytest.fixture
 def no_work(monkeypatch, no_files):
-    """Grey pictures in place of every attack's, and no training; returns what was asked for."""
+    """Replace attacks by grey images, skip training, and return the list of requested attacks and trainings."""
     asked = []
 
     def attack(case, defence, attack, *, adaptive, seed):
@@ -73,11 +73,11 @@ def played(name, out, scale="smoke", data_root=None):
     return document
 
 
-def test_the_papers_tables_are_all_there():
+def test_all_tables_of_the_paper_are_there():
     assert list(PAPER.experiments) == ["1", "2", "3", "4", "5", "6", "7", "9", "10", "11"]
 
 
-def test_the_baselines_have_the_strengths_of_the_paper():
+def test_baselines_have_the_papers_settings():
     strengths = {name: [build_defence(spec) for spec in task.defences.values()][1:4] for name, task in TASKS.items()}
     found = {name: (noise.std, prune.fraction, soteria.prune) for name, (noise, prune, soteria) in strengths.items()}
     assert found == {
@@ -88,7 +88,7 @@ def test_the_baselines_have_the_strengths_of_the_paper():
     assert [(own[n].lambda_x, own[n].lambda_z) for n in own] == [(0.01, 0.01), (0.01, 0.01), (0.01, 0.1), (0.001, 0.01)]
 
 
-def test_at_full_scale_the_training_is_the_papers(tmp_path):
+def test_training_at_full_scale_has_the_papers_settings(tmp_path):
     lab = Lab(tmp_path, "full")
     data = invented("mnist", each=500)
     settings = training(lab, TASKS["mnist"], Images(data, data), "dcs2")
@@ -100,7 +100,7 @@ def test_at_full_scale_the_training_is_the_papers(tmp_path):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_public_images_are_nobodys(tmp_path, no_files, task):
+def test_public_images_belong_to_no_client(tmp_path, no_files, task):
     lab = Lab(tmp_path, "smoke")
     images = load_images(lab, TASKS[task])
     case = make_case(images, TASKS[task].model(lab), partition_of(lab, TASKS[task], images), 3, 0)
@@ -111,7 +111,7 @@ def test_public_images_are_nobodys(tmp_path, no_files, task):
     assert len(images.public.train) + len(images.data.train) == 400
 
 
-def test_smaller_and_grey():
+def test_images_are_resized_and_converted_to_grey():
     colours = invented("cifar10", (3, 8, 8), each=2)
     grey = resized(colours, 4, grey=True)
     assert grey.shape == (1, 4, 4)
@@ -121,7 +121,7 @@ def test_smaller_and_grey():
     assert resized(colours, 8) is colours
 
 
-def test_class_averages_of_a_class_without_images_are_those_of_all():
+def test_an_empty_class_gets_the_average_of_all_images():
     images = torch.tensor([0.0, 0.2, 0.7]).view(3, 1, 1, 1)
     found = class_averages(Batch(images, torch.tensor([0, 0, 2]), torch.zeros(3) > 0), 3).flatten()
     assert found.tolist() == pytest.approx([0.1, 0.3, 0.7])
@@ -147,12 +147,12 @@ def test_table_1(tmp_path, no_work):
     assert joint == ["DCS2"] * 2
     assert {defence.partition(":")[0] for defence, attack, _ in asked if "joint" in attack} == {"dcs2"}
     trainings = [entry for entry in no_work if not isinstance(entry, tuple)]
-    assert len(trainings) == 15  # MNIST twice
+    assert len(trainings) == 15  # five on CIFAR-10, and ten on MNIST: with one client and with all clients defending
     assert {entry.defended for entry in trainings} == {(), (DEFENDED,)}
     assert (tmp_path / "1" / "pictures-mnist.png").exists()
 
 
-def test_the_imprint_has_no_second_attacker(tmp_path, no_work):
+def test_the_imprint_attack_has_no_adaptive_attacker(tmp_path, no_work):
     rows = played("2", tmp_path)["rows"]
     imprinted = [row for row in rows if row["dataset"] == "TinyImageNet"]
     assert [row["paper_ssim"] for row in imprinted] == [1.00, 1.00, 0.91, 1.00, 0.79]
@@ -163,13 +163,13 @@ def test_the_imprint_has_no_second_attacker(tmp_path, no_work):
 
 
 @pytest.mark.parametrize(("table", "names"), [("4", ["None", "DCS2"]), ("11", list(TASKS["mnist"].defences))])
-def test_class_averages_start_the_attack(tmp_path, no_work, table, names):
+def test_the_attack_starts_from_class_averages(tmp_path, no_work, table, names):
     rows = played(table, tmp_path)["rows"]
     assert [row["paper_name"] for row in rows if row["attacker"] == "plain"] == names
     assert all("start=class-average" in attack for _, attack, _ in no_work)
 
 
-def test_starts_combination_and_other_parts(tmp_path, no_work):
+def test_tables_5_7_9_and_10(tmp_path, no_work):
     starts = played("5", tmp_path)["rows"]
     assert [build_defence(row["defence"]).start for row in starts if row["attacker"] == "plain"] == [
         "other", "mixup", "noise",
@@ -184,7 +184,7 @@ def test_starts_combination_and_other_parts(tmp_path, no_work):
     assert {entry.partition for entry in no_work if not isinstance(entry, tuple)} == {"by-class:classes=2,per_class=10"}
 
 
-def test_faces_begin_at_another_set(tmp_path, no_files, monkeypatch):
+def test_concealed_faces_start_from_another_data_set(tmp_path, no_files, monkeypatch):
     cases = []
 
     def attack(case, defence, attack, *, adaptive, seed):
@@ -201,7 +201,7 @@ def test_faces_begin_at_another_set(tmp_path, no_files, monkeypatch):
     known, starts = (
         (images * 255).round().numpy().astype(np.uint8) for images in (cases[0].public.images, cases[0].aux.images)
     )
-    assert np.array_equal(known, faces)  # the attacker's are faces all the same
+    assert np.array_equal(known, faces)  # the attacker still knows faces
     assert starts.shape == faces.shape == (len(faces), 1, 32, 32)
     assert not np.array_equal(starts, faces)
 
@@ -210,7 +210,7 @@ def played_quietly(name, out):
     return run_experiment(PAPER, name, Lab(out / name, "smoke", workers=0))["rows"]
 
 
-def test_an_attack_comes_through_and_a_defence_stops_it(tmp_path):
+def test_an_attack_works_undefended_and_fails_under_noise(tmp_path):
     lab = Lab(tmp_path, "smoke")
     images = load_images(lab, TASKS["mnist"])
     case = make_case(images, "lenet5", partition_of(lab, TASKS["mnist"], images), 2, 0)
@@ -237,7 +237,7 @@ def test_one_client_defends_in_a_real_training(tmp_path):
 
 
 @pytest.mark.slow
-def test_class_averages_at_their_smallest(tmp_path):
+def test_table_4_at_scale_smoke(tmp_path):
     rows = played("4", tmp_path)["rows"]
     none, plain, knowing, joint = rows
     assert none["psnr"] > plain["psnr"]

@@ -1,4 +1,4 @@
-"""The paper's experiments: what they are made of, with the long work replaced, and one at its smallest."""
+"""The figures of the Model Entanglement paper, with attacks and trainings replaced, and some at scale smoke."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ PAPER = papers()["entangle"]
 
 @pytest.fixture
 def no_files(monkeypatch):
-    """Invented pictures in place of every data set."""
+    """Replace every data set by random images."""
 
     def load(spec, root=None):
         return invented(spec, (3, 32, 32) if spec == "cifar10" else (1, 28, 28))
@@ -39,7 +39,7 @@ def played(name, out, scale="smoke", data_root=None):
     return document, heard, lab.out
 
 
-def test_the_papers_figures_are_all_there():
+def test_all_figures_of_the_paper_are_there():
     assert list(PAPER.experiments) == ["fig1b", "fig4", "fig5a", "fig5b", "fig5c", "fig6"]
 
 
@@ -50,7 +50,7 @@ def test_all_four_defences_can_be_built():
 # --- trainings --------------------------------------------------------------------------------------------------------
 
 
-def test_at_full_scale_the_training_is_the_papers(tmp_path):
+def test_training_at_full_scale_has_the_papers_settings(tmp_path):
     mnist, cifar = (training(Lab(tmp_path, "full"), task) for task in ("mnist", "cifar10"))
     assert (mnist.dataset, mnist.lr, mnist.epochs, mnist.rounds, mnist.batch_size) == ("mnist", 0.01, 10, 50, 256)
     assert (cifar.dataset, cifar.lr, cifar.epochs, cifar.rounds, cifar.batch_size) == ("cifar10", 0.001, 20, 50, 64)
@@ -66,7 +66,7 @@ def test_smaller_scales_train_on_fewer_images_of_all_classes(tmp_path, monkeypat
     assert np.bincount(data.train.labels).tolist() == [kept // 10] * 10
 
 
-def test_accuracy_by_beta_compares_runs_that_differ_in_the_defence_alone(tmp_path, monkeypatch, no_files):
+def test_accuracy_by_beta_compares_runs_that_differ_only_in_the_defence(tmp_path, monkeypatch, no_files):
     runs = []
 
     def stub(settings, data, lab, progress):
@@ -101,7 +101,7 @@ def test_a_training_that_diverges_has_no_last_accuracy(tmp_path, monkeypatch, no
 
 
 class Played:
-    """A simulation that is over at once, and says who trained when."""
+    """A simulation that does not train, but records which defence played which round."""
 
     diary: list = []  # noqa: RUF012 - cleared by each test
 
@@ -123,7 +123,7 @@ class Played:
         raise DivergedError("The model must stay finite.")
 
 
-def test_a_curve_ends_where_the_training_diverges(tmp_path, monkeypatch):
+def test_a_curve_ends_when_the_training_diverges(tmp_path, monkeypatch):
     monkeypatch.setattr(trainings, "Simulation", Played)
     lab, heard = Lab(tmp_path, "smoke"), []
     curve = train_curve(training(lab, "mnist"), invented(), lab, heard.append)
@@ -133,7 +133,7 @@ def test_a_curve_ends_where_the_training_diverges(tmp_path, monkeypatch):
     assert heard == [1 / 3]
 
 
-def test_rounds_are_timed_in_turns_and_who_begins_changes(tmp_path, monkeypatch):
+def test_rounds_are_timed_in_turns_in_a_changing_order(tmp_path, monkeypatch):
     monkeypatch.setattr(entangle_training, "Simulation", Played)
     monkeypatch.setattr(Played, "diary", [])
     seconds = measure_rounds(Lab(tmp_path, "smoke"), invented(), 4)
@@ -143,7 +143,7 @@ def test_rounds_are_timed_in_turns_and_who_begins_changes(tmp_path, monkeypatch)
     assert seconds == {name: [2.0 if name == "FedAvg" else 3.0] * 4 for name in DEFENCES}
 
 
-def test_times_stand_beside_the_papers(tmp_path, monkeypatch, no_files):
+def test_measured_times_are_listed_with_the_papers(tmp_path, monkeypatch, no_files):
     monkeypatch.setattr(entangle_training, "Simulation", Played)
     document, heard, out = played("fig5c", tmp_path)
     assert [row["times_fedavg"] for row in document["rows"]] == [1.0, 1.5, 1.5, 1.5]
@@ -155,7 +155,7 @@ def test_times_stand_beside_the_papers(tmp_path, monkeypatch, no_files):
 # --- representations --------------------------------------------------------------------------------------------------
 
 
-def test_the_principal_plane_holds_what_varies_most():
+def test_the_principal_plane_has_the_largest_variance():
     line = torch.linspace(-1, 1, 50)
     points = torch.stack([torch.full((50,), 7.0), 10 * line, line.square(), 0.1 * (-1.0) ** torch.arange(50)], 1)
     plane, share = entangle.principal_plane(points)
@@ -163,7 +163,7 @@ def test_the_principal_plane_holds_what_varies_most():
     assert 0.99 < share < 1
 
 
-def test_points_without_a_difference_are_told_apart_by_luck_only():
+def test_identical_classes_are_separated_only_by_chance():
     rng = torch.Generator().manual_seed(0)
     first = torch.rand(4000, generator=rng) < 0.5
     points = torch.randn(4000, 2, generator=rng)
@@ -181,7 +181,7 @@ def test_representations_of_digits(tmp_path, no_files):
 # --- attacks ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_guard_has_a_class_of_its_own():
+def test_the_guards_class_differs_from_all_targets():
     for seed in range(5):
         case = make_case(invented(), "lenet-dlg", 8, seed)
         labels = case.private.labels.tolist()
@@ -240,7 +240,7 @@ def test_pictures_and_errors_under_each_defence(tmp_path, monkeypatch, no_files)
         assert (out / f"pictures-{name}.png").stat().st_size > 1000
 
 
-def test_normalised_errors_are_those_behind_the_networks_normalisation():
+def test_normalised_errors_are_errors_after_the_networks_normalisation():
     rng = torch.Generator().manual_seed(0)
     truth, guess = (torch.rand(2, 3, 4, 4, generator=rng) for _ in range(2))
     normalisation = entangle_attacks.Normalisation((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
@@ -248,7 +248,7 @@ def test_normalised_errors_are_those_behind_the_networks_normalisation():
     assert normalised_mse(truth, guess, normalisation.std) == pytest.approx(expected)
 
 
-def test_membership_is_a_mean_over_the_rounds_that_had_any(tmp_path, monkeypatch, no_files):
+def test_membership_is_averaged_over_the_measured_rounds(tmp_path, monkeypatch, no_files):
     figures = {"auc_loss": 0.6, "accuracy_members": 1.0, "accuracy_non_members": 0.9, "members": 6}
 
     def stub(settings, attack, **rest):
@@ -274,7 +274,7 @@ def test_the_standard_error_is_that_of_guessing():
 
 
 @pytest.mark.slow
-def test_who_knows_the_defence_sees_more(tmp_path):
+def test_an_attacker_who_knows_the_defence_reconstructs_better(tmp_path):
     document, heard, out = played("fig6", tmp_path)
     assert heard
     errors = {(row["defence"], row["attacker"]): row["mse"] for row in document["rows"]}
@@ -284,7 +284,7 @@ def test_who_knows_the_defence_sees_more(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fig4", "fig5a", "fig5b", "fig5c"])
-def test_trainings_at_their_smallest(tmp_path, name):
+def test_trainings_at_scale_smoke(tmp_path, name):
     document, heard, _ = played(name, tmp_path)
     assert heard[-1] == 1
     assert len(document["rows"]) == (5 if name == "fig4" else 4)

@@ -1,4 +1,4 @@
-"""FedKL's tables at their smallest, on the digits that come with the package."""
+"""The tables of the FedKL paper at scale smoke, on the digits that come with the package."""
 
 import json
 import math
@@ -23,11 +23,11 @@ def smoke(name, out):
     return document["rows"], lab.out
 
 
-def test_the_tables_are_all_there():
+def test_all_tables_are_there():
     assert list(PAPER.experiments) == ["1", "2", "3", "6", "7", "time"]
 
 
-def test_the_papers_figures_stand_under_their_true_names():
+def test_the_papers_metrics_have_their_true_names():
     truth = torch.zeros(2, 1, 16, 16)
     found = figures_of(Attacked(truth, truth + 0.2, 0), None)
     assert found["rmse_255"] == pytest.approx(51, abs=1e-4)
@@ -35,7 +35,7 @@ def test_the_papers_figures_stand_under_their_true_names():
     assert found["psnr_from_rmse"] == pytest.approx(10 * math.log10(255**2 / 51), abs=1e-4)
 
 
-def test_raw_lpips_is_that_of_numbers_from_0_to_255(real_data):
+def test_raw_lpips_is_of_pixels_from_0_to_255(real_data):
     rng = torch.Generator().manual_seed(0)
     pair = Attacked(*(torch.rand(2, 3, 32, 32, generator=rng) for _ in range(2)), 0)
     found = figures_of(pair, real_data)
@@ -83,7 +83,7 @@ def test_attacks(tmp_path):
     assert (out / "pictures-mnist-5k.png").stat().st_size > 1000
 
 
-def test_what_is_shared(tmp_path):
+def test_attacks_by_what_the_client_shares(tmp_path):
     rows, out = smoke("7", tmp_path)
     figures = {row["shared"]: row["psnr"] for row in rows if row["attack"].startswith("gs")}
     assert next(iter(figures)) == "nothing, scales at random"

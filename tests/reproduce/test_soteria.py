@@ -1,4 +1,4 @@
-"""The paper's experiments at their smallest, on real data."""
+"""The experiments of the Soteria paper at scale smoke, on real data."""
 
 import json
 
@@ -20,7 +20,7 @@ def smoke(name, out, data_root=None):
     return document["rows"], lab.out
 
 
-def test_the_papers_tables_and_figures_are_all_there():
+def test_all_tables_and_figures_of_the_paper_are_there():
     assert list(PAPER.experiments) == ["1", "fig3", "fig5", "fig6", "fig7"]
 
 
@@ -35,7 +35,7 @@ def test_convergence(tmp_path):
 
 
 @pytest.mark.slow
-def test_representations_follow_the_paper_where_classes_are_few(tmp_path, real_data):
+def test_representations_match_the_paper_if_clients_have_few_classes(tmp_path, real_data):
     rows, _ = smoke("1", tmp_path, real_data)
     assert rows[0]["training"] == "E=1, B=32"
     first = [float(value) for value in rows[0]["errors"].split(" / ")]
@@ -45,14 +45,14 @@ def test_representations_follow_the_paper_where_classes_are_few(tmp_path, real_d
 
 
 @pytest.mark.slow
-def test_parts_of_the_gradient(tmp_path, real_data):
+def test_attacks_on_parts_of_the_gradient(tmp_path, real_data):
     rows, out = smoke("fig3", tmp_path, real_data)
     assert len(rows) == 4
     assert all(row["mse"] > 0 for row in rows)
     assert (out / "audit-cifar10" / "report.html").exists()
 
 
-def test_no_accuracy_is_claimed_where_so_few_rounds_teach_nothing(tmp_path):
+def test_accuracy_is_none_if_the_rounds_are_too_few_to_learn(tmp_path):
     small = Lab(tmp_path, "small")
     assert soteria._accuracies(small, "cifar10", ["none", "prune:fraction=0.1"]) == {
         "none": None,

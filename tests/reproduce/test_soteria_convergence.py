@@ -22,8 +22,8 @@ def constants():
     return measure(clients_of(), 3, mu=0.1, batch_size=4, start=torch.zeros(3, 5))
 
 
-def test_the_optimum_is_one(constants):
-    """No point nearby is better, and the gradient there vanishes."""
+def test_the_optimum_is_lower_than_any_other_point(constants):
+    """The loss at zero and at random weights is larger than the optimum."""
     clients = clients_of()
     images, labels = torch.cat([c.images for c in clients]), torch.cat([c.labels for c in clients])
     at_zero = penalised_loss(torch.zeros(3, 5), images, labels, 0.1)
@@ -34,7 +34,7 @@ def test_the_optimum_is_one(constants):
         assert penalised_loss(torch.randn(3, 5, generator=rng), images, labels, 0.1) > constants.optimum
 
 
-def test_smoothness_and_convexity_hold_on_a_line(constants):
+def test_smoothness_and_convexity_hold_along_lines(constants):
     """Second differences of F along random lines lie between mu and L."""
     client = clients_of(1)[0]
     rng = torch.Generator().manual_seed(2)
@@ -46,7 +46,7 @@ def test_smoothness_and_convexity_hold_on_a_line(constants):
         assert constants.mu - 1e-6 <= curvature <= constants.smoothness + 1e-6
 
 
-def test_heterogeneity_is_zero_for_equal_clients_only(constants):
+def test_heterogeneity_is_zero_only_for_equal_clients(constants):
     same = measure(clients_of(1) * 3, 3, mu=0.1, batch_size=4, start=torch.zeros(3, 5))
     assert same.heterogeneity == pytest.approx(0, abs=1e-8)
     assert constants.heterogeneity > 1e-3

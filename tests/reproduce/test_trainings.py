@@ -5,7 +5,7 @@ from gradveil.reproduce.base import Lab
 from gradveil.reproduce.trainings import trained
 
 
-def test_a_training_is_done_once_and_one_that_diverges_says_why(tmp_path):
+def test_a_training_runs_once_and_a_diverging_one_gives_its_reason(tmp_path):
     told = []
     settings = TrainSettings(dataset="mnist-5k", model="logistic", clients=10, sampled=1, rounds=2, eval_every=2)
     first = trained(Lab(tmp_path), settings, told.append)
