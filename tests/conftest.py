@@ -1,4 +1,4 @@
-"""Shared fixtures: the real data, where they were laid out, and settings that train in a second."""
+"""Shared fixtures: the real data if available, and settings that train in a second."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def tiny() -> TrainSettings:
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
+    """The outcome of a command."""
 
     code: int
     out: str
@@ -40,7 +40,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture
 def gradveil(monkeypatch, capsys):
-    """The command line: a function from arguments to how it ended."""
+    """Return a function that runs the command line with arguments and returns the outcome."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["gradveil", *map(str, arguments)])

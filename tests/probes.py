@@ -1,6 +1,6 @@
-"""One small defence for each hook, to prove that the simulation calls it, where and when it should.
+"""Small defences, one per hook, which prove that the simulation calls each hook when and where it should.
 
-They are named on the command line as any user's own: ``tests/probes.py:Halve``.
+The command line names them like any defence in a user's file: ``tests/probes.py:Halve``.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from gradveil.types import Batch, Update
 
 @dataclass(frozen=True)
 class Scale(Defence):
-    """on_update and state: multiplies the update, and counts on the device how often it did."""
+    """A defence with on_update and state: it multiplies the update, and counts on the device how often it did."""
 
     factor: float = 0.5
 
@@ -25,7 +25,7 @@ class Scale(Defence):
 
 @dataclass(frozen=True)
 class EchoState(Defence):
-    """state: sends the number of rounds this client has trained, in every entry of its update."""
+    """A defence with state: every entry of its update is the number of rounds this client has trained."""
 
     def on_update(self, update, client):
         client.state["times"] = client.state.get("times", torch.zeros(())) + 1
@@ -34,7 +34,7 @@ class EchoState(Defence):
 
 @dataclass(frozen=True)
 class Constant(Defence):
-    """on_gradient: every entry of the gradient is one."""
+    """A defence with on_gradient: it sets every entry of the gradient to one."""
 
     def on_gradient(self, gradient, batch, client):
         assert not any(torch.equal(tensor, torch.ones_like(tensor)) for tensor in gradient.values())
@@ -43,7 +43,7 @@ class Constant(Defence):
 
 @dataclass(frozen=True)
 class Blacken(Defence):
-    """on_data: makes a client's images black, once, and notes in its state how often it was asked."""
+    """A defence with on_data: it blackens a client's images once, and counts the calls in its state."""
 
     def on_data(self, data, client):
         client.state["asked"] = client.state.get("asked", torch.zeros(())) + 1
@@ -56,7 +56,7 @@ class Blacken(Defence):
 
 @dataclass(frozen=True)
 class BlackBatch(Defence):
-    """on_batch: makes each batch black and its labels soft."""
+    """A defence with on_batch: it blackens each batch and makes its labels soft."""
 
     def on_batch(self, batch, client):
         soft = torch.full((len(batch), 10), 0.1)
@@ -65,7 +65,7 @@ class BlackBatch(Defence):
 
 @dataclass(frozen=True)
 class Pack(Defence):
-    """on_update and on_server: sends all tensors as one, under another name, and unpacks them at the server."""
+    """A defence with on_update and on_server: it sends all tensors as one, and unpacks them at the server."""
 
     def on_update(self, update, client):
         packed = torch.cat([tensor.reshape(-1) for tensor in update.tensors.values()])
@@ -80,7 +80,7 @@ class Pack(Defence):
 
 @dataclass(frozen=True)
 class Guard(Defence):
-    """early_clients and public: client 0 trains first; all others send its update in place of theirs."""
+    """A defence with early_clients and public: client 0 trains first; all others send its update."""
 
     def early_clients(self, num_clients):
         return (0,)
@@ -108,7 +108,7 @@ class Locked(nn.Module):
 
 @dataclass(frozen=True)
 class Lock(Defence):
-    """on_model and private: puts a private parameter before the network."""
+    """A defence with on_model and private: it puts a private parameter before the network."""
 
     def on_model(self, model, rng):
         return Locked(model, 0.5 + torch.rand(1, generator=rng))
@@ -119,7 +119,7 @@ class Lock(Defence):
 
 @dataclass(frozen=True)
 class Refuse(Defence):
-    """Raises: an update that can't be protected is not sent."""
+    """A defence that raises: an update that cannot be protected is not sent."""
 
     def on_update(self, update, client):
         from gradveil.errors import DefenceError
@@ -129,7 +129,7 @@ class Refuse(Defence):
 
 @dataclass(frozen=True)
 class Crash(Defence):
-    """Ends the process that trains, as the operating system does when memory runs out."""
+    """A defence that ends the training process, as the operating system does when memory runs out."""
 
     def on_update(self, update, client):
         import os
@@ -140,14 +140,14 @@ class Crash(Defence):
 
 @dataclass(frozen=True)
 class Bug(Defence):
-    """An ordinary programming error."""
+    """A defence with a programming error."""
 
     def on_update(self, update, client):
         return update.no_such_attribute
 
 
 def factory(shape, num_classes, width="3"):
-    """A user's own model: a frozen scale, a convolution and a linear layer."""
+    """Build a user's own model: a frozen scale, a convolution and a linear layer."""
     return nn.Sequential(
         nn.Conv2d(shape[0], int(width), 3, stride=4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(num_classes)
     )

@@ -1,4 +1,4 @@
-"""The command line: results on stdout, progress on stderr, and one clear line and exit 2 for whatever is wrong."""
+"""The command line: results on stdout, progress on stderr, one clear line and exit code 2 for wrong usage."""
 
 import gzip
 import json
@@ -61,7 +61,7 @@ def npz(tmp_path):
     return write
 
 
-# --- what train gives -------------------------------------------------------------------------------------------------
+# --- results of train -------------------------------------------------------------------------------------------------
 
 
 def test_json_is_one_document_and_progress_is_on_stderr(gradveil, tmp_path):
@@ -96,7 +96,7 @@ def test_without_json_a_table_is_shown(gradveil, tmp_path):
     assert "setting up" not in ended.out
 
 
-def test_settings_go_through_config_to_the_same_run(gradveil, tmp_path):
+def test_settings_in_a_config_file_give_the_same_run(gradveil, tmp_path):
     more = ("--lr", 0.3, "--lr-steps", "1/2", "--nesterov", "--sampled", 2, "--save-rounds", "2", "--seed", 5)
     gradveil("train", *QUICK, *more, "--out", tmp_path / "a")
     assert (
@@ -111,7 +111,7 @@ def test_settings_go_through_config_to_the_same_run(gradveil, tmp_path):
     assert (tmp_path / "b" / "rounds" / "000002" / "model.safetensors").exists()
 
 
-def test_options_win_over_the_config_and_it_over_the_defaults(gradveil, tmp_path):
+def test_options_override_the_config_which_overrides_the_defaults(gradveil, tmp_path):
     config = tmp_path / "c.toml"
     config.write_text(
         'model = "logistic"\nrounds = 1\nclients = 2\nbatch-size = 7\nnesterov = true\n'
@@ -134,7 +134,7 @@ def test_every_setting_has_its_option(gradveil):
         assert name in text
 
 
-def test_saved_rounds_say_how_they_were_made(gradveil, tmp_path):
+def test_saved_rounds_record_their_settings(gradveil, tmp_path):
     gradveil("train", *QUICK, "--save-rounds", "1/3", "--out", tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run" / "rounds").iterdir()) == ["000001", "000003"]
     updates = sorted(path.name for path in (tmp_path / "run" / "rounds" / "000001").iterdir())
@@ -144,7 +144,7 @@ def test_saved_rounds_say_how_they_were_made(gradveil, tmp_path):
         assert set(file.keys()) == {"linear.weight", "linear.bias"}
 
 
-def test_warnings_of_the_tripwire_are_told_above_the_table(gradveil, tmp_path):
+def test_warnings_of_the_tripwire_are_shown_above_the_table(gradveil, tmp_path):
     tensors = create_model("mlp", (1, 28, 28), 10, seed=0).state_dict()
     save_file({name: torch.full_like(tensor, 0.01) for name, tensor in tensors.items()}, tmp_path / "equal.safetensors")
     looking = (*QUICK, "--model", "mlp", "--rounds", 1, "--tripwire", "warn")
@@ -161,7 +161,7 @@ def test_warnings_of_the_tripwire_are_told_above_the_table(gradveil, tmp_path):
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
-def test_resume_alone_takes_the_settings_of_the_folder(gradveil, tmp_path):
+def test_resume_without_options_takes_the_settings_of_the_folder(gradveil, tmp_path):
     out = tmp_path / "run"
     first = json.loads(gradveil("train", *QUICK, "--out", out, "--json").out)
     before = content(out)
@@ -174,7 +174,7 @@ def test_resume_alone_takes_the_settings_of_the_folder(gradveil, tmp_path):
         assert before[path] == after[path], name
 
 
-def test_resume_with_more_rounds_goes_on(gradveil, tmp_path):
+def test_resume_with_more_rounds_continues(gradveil, tmp_path):
     gradveil("train", *QUICK, "--out", tmp_path / "a")
     grown = json.loads(
         gradveil("train", "--out", tmp_path / "a", "--resume", "--rounds", 5, "--workers", 0, "--json").out
@@ -202,7 +202,7 @@ def test_a_changed_setting_is_named_and_nothing_is_lost(gradveil, refused, tmp_p
     assert content(tmp_path / "run") == before
 
 
-def test_a_folder_with_another_run_is_left_alone(gradveil, refused, tmp_path):
+def test_a_folder_with_another_run_is_not_changed(gradveil, refused, tmp_path):
     gradveil("train", *QUICK, "--out", tmp_path / "run")
     before = content(tmp_path / "run")
     assert "holds a run. Add --resume" in refused("--lr", 0.3, out=tmp_path / "run")
@@ -210,8 +210,8 @@ def test_a_folder_with_another_run_is_left_alone(gradveil, refused, tmp_path):
     assert content(tmp_path / "run") == before
 
 
-def test_resume_alone_needs_a_run(refused, tmp_path):
-    """A misspelt --out must not start a run with the default settings."""
+def test_resume_without_options_needs_a_run(refused, tmp_path):
+    """A misspelt --out must not start a run with default settings."""
     message = refused("--resume", "--workers", 0, quick=(), out=tmp_path / "no" / "such")
     assert "such" in message
     assert not (tmp_path / "no").exists()
@@ -305,7 +305,7 @@ def test_unknown_names_are_refused_with_a_hint(refused, arguments, message):
         (("--partition", "dirichlet:alpha=inf"), "alpha must be more than 0, got inf"),
     ],
 )  # fmt: skip
-def test_numbers_that_make_no_sense_are_refused(refused, arguments, message):
+def test_invalid_numbers_are_refused(refused, arguments, message):
     assert message in refused(*arguments)
 
 
@@ -325,7 +325,7 @@ def test_numbers_too_large_to_train_with_end_in_a_clear_line(gradveil, tmp_path,
     assert ended.last.partition(": ")[0] in ("ConfigError", "DivergedError")
 
 
-def test_a_run_that_diverges_exits_with_one(gradveil, tmp_path):
+def test_a_run_that_diverges_exits_with_code_1(gradveil, tmp_path):
     ended = gradveil("train", *QUICK, "--model", "mlp", "--lr", 1e20, "--out", tmp_path / "run", "--json")
     assert (ended.code, ended.out) == (1, "")
     assert ended.last.startswith("DivergedError: ")
@@ -371,7 +371,7 @@ def test_a_bad_config_is_refused(refused, tmp_path, text, message):
     assert message in refused("--config", tmp_path / "c.toml")
 
 
-def test_no_config_at_all_is_refused(refused, tmp_path):
+def test_a_missing_config_is_refused(refused, tmp_path):
     assert "must exist, got no such file" in refused("--config", tmp_path / "none.toml")
     assert "must be valid TOML" in refused("--config", tmp_path)
 
@@ -429,12 +429,12 @@ OWN = {
         ("mixed", "must have one dtype"),
     ],
 )
-def test_a_model_of_the_users_that_does_not_serve_is_refused(refused, tmp_path, name, message):
+def test_an_unusable_model_of_the_user_is_refused(refused, tmp_path, name, message):
     (tmp_path / f"{name}.py").write_text(OWN[name])
     assert message in refused("--model", f"{tmp_path / name}.py:factory")
 
 
-def test_a_model_file_that_is_not_there_or_lacks_the_factory_is_refused(refused, tmp_path):
+def test_a_missing_model_file_or_factory_is_refused(refused, tmp_path):
     (tmp_path / "mine.py").write_text(OWN["rubbish"])
     assert "must be a Python file that exists" in refused("--model", f"{tmp_path}/none.py:factory")
     assert "Did you mean 'factory'" in refused("--model", f"{tmp_path}/mine.py:factroy")
@@ -447,14 +447,14 @@ def test_a_model_of_the_users_trains(gradveil, tmp_path):
     assert load_file(tmp_path / "run" / "model.safetensors").keys() == {"1.weight", "1.bias"}
 
 
-def test_what_a_file_of_the_users_prints_does_not_spoil_the_document(gradveil, tmp_path):
+def test_prints_of_a_users_file_do_not_corrupt_the_json(gradveil, tmp_path):
     (tmp_path / "loud.py").write_text("print('hello')\n" + OWN["classes"].replace("9", "10"))
     ended = gradveil("train", *QUICK, "--model", f"{tmp_path}/loud.py:factory", "--out", tmp_path / "run", "--json")
     assert ended.code == 0
     assert json.loads(ended.out)["rounds"] == 3
 
 
-def test_weights_that_do_not_serve_are_refused(refused, tmp_path):
+def test_unusable_weights_are_refused(refused, tmp_path):
     import torch
 
     path = tmp_path / "w.safetensors"
@@ -539,7 +539,7 @@ def test_pictures_of_mixed_sizes_are_refused(refused, gradveil, tmp_path):
     assert "must be a picture that can be read" in refused(*sized)
 
 
-def test_missing_data_are_named_with_their_place(refused, tmp_path, monkeypatch):
+def test_missing_data_are_named_with_their_path(refused, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADVEIL_OFFLINE", "1")
     message = refused("--dataset", "svhn", "--data-root", tmp_path)
     assert "md5" in message
@@ -573,7 +573,7 @@ def test_list_and_describe(gradveil):
         (("data", "verify", "none.npz"), "must exist"),
     ],
 )
-def test_wrong_names_elsewhere_are_refused(gradveil, arguments, message):
+def test_unknown_names_in_other_commands_are_refused(gradveil, arguments, message):
     ended = gradveil(*arguments)
     assert (ended.code, ended.out) == (2, "")
     assert message in ended.last
@@ -599,7 +599,7 @@ def test_own_data_are_verified(gradveil, npz):
 
 
 @pytest.mark.slow
-def test_the_program_itself_ends_with_one_line(tmp_path):
+def test_the_program_in_its_own_process_ends_with_one_line(tmp_path):
     call = [sys.executable, "-m", "gradveil.cli", "train", "--lr", "nan", "--out", str(tmp_path / "run"), "--json"]
     ended = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -609,7 +609,7 @@ def test_the_program_itself_ends_with_one_line(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_a_users_model_prints_is_no_result(tmp_path, monkeypatch, capsys):
+def test_prints_of_a_users_model_do_not_go_to_stdout(tmp_path, monkeypatch, capsys):
     (tmp_path / "chatty.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Module):\n"

@@ -1,4 +1,4 @@
-"""Settings of a run: each rule refuses what breaks it, and TOML brings back the same settings."""
+"""Settings of a run: invalid ones are refused, and a TOML file restores the same settings."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ def read(tmp_path, text):
 
 
 @given(settings=SETTINGS)
-def test_settings_go_through_toml_unchanged(settings, tmp_path_factory):
+def test_settings_survive_a_round_trip_through_toml(settings, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "settings.toml"
     path.write_bytes(to_toml(settings))
     assert make_train_settings(read_settings(path)) == settings
@@ -142,7 +142,7 @@ def test_bad_values_are_named(values, message):
     assert str(caught.value).startswith(message)
 
 
-def test_a_table_is_the_text_of_a_component(tmp_path):
+def test_a_toml_table_names_a_component(tmp_path):
     text = """
     lr = 0.5
     [partition]
@@ -155,19 +155,19 @@ def test_a_table_is_the_text_of_a_component(tmp_path):
     assert read(tmp_path, text) == {"lr": 0.5, "partition": "dirichlet:alpha=0.1,min_images=3", "defence": "none"}
 
 
-def test_a_table_may_hold_lists_and_truths(tmp_path):
+def test_a_toml_table_may_hold_lists_and_booleans(tmp_path):
     assert read(tmp_path, '[model]\nname = "mlp"\nhidden = [20, 10]\n') == {"model": "mlp:hidden=20/10"}
     assert read(tmp_path, '[model]\nname = "x"\nflag = true\n') == {"model": "x:flag=true"}
 
 
 @pytest.mark.parametrize("text", ["[defence]\nkeep = 3\n", "[defence]\nname = 3\n", "[defence]\n"])
-def test_a_table_needs_a_name(tmp_path, text):
+def test_a_toml_table_needs_a_name(tmp_path, text):
     with pytest.raises(ConfigError, match=r"Table \[defence\] in .*settings.toml must have a name"):
         read(tmp_path, text)
 
 
 @pytest.mark.parametrize("text", ["lr = ", "lr 3", "[a", b"\xff\xfe", b"\x00", "lr=1\nlr=2\n", "{}"])
-def test_what_is_no_toml_is_refused(tmp_path, text):
+def test_invalid_toml_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match=r"settings.toml must be valid TOML, got: "):
         read(tmp_path, text)
 
@@ -183,11 +183,11 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
 def test_any_bytes_are_settings_or_a_clear_error(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_bytes(content)
-    with suppress(ConfigError):  # and no other kind of error
+    with suppress(ConfigError):  # any other error would fail the test
         assert isinstance(make_train_settings(read_settings(path)), TrainSettings)
 
 
-def test_own_files_are_named_from_the_root(tmp_path, monkeypatch):
+def test_own_files_get_absolute_paths(tmp_path, monkeypatch):
     for name in ("net.py", "own.npz", "weights.safetensors", "d.py"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The tree of errors, its messages, and the exit code that the command line makes of each."""
+"""The tree of errors, their messages, and the exit code of the command line for each."""
 
 import inspect
 
@@ -62,7 +62,7 @@ def test_an_unknown_name_is_shown_as_a_config_error(monkeypatch, capsys):
     )
 
 
-def test_an_error_nobody_foresaw_is_not_swallowed(monkeypatch):
+def test_an_unexpected_error_is_not_swallowed(monkeypatch):
     def fails(*_args, **_options):
         raise ZeroDivisionError
 
@@ -71,7 +71,7 @@ def test_an_error_nobody_foresaw_is_not_swallowed(monkeypatch):
         cli.main()
 
 
-def test_nothing_close_gives_no_hint():
+def test_a_name_without_similar_names_gets_no_hint():
     assert str(UnknownNameError("model", "zzzz", ["mlp"])) == "Unknown model 'zzzz'. Known: mlp."
     assert str(UnknownNameError("model", "zzzz", [])) == "Unknown model 'zzzz'. Known: none."
     assert issubclass(UnknownNameError, ConfigError)

@@ -1,4 +1,4 @@
-"""Named random streams: equal names give equal draws, others unrelated ones, and nothing global is touched."""
+"""Named random streams: equal names give equal draws, other names unrelated ones; global generators do not change."""
 
 import hashlib
 import random
@@ -14,7 +14,7 @@ PURPOSES = st.lists(st.one_of(st.text(max_size=8), st.integers(-(2**70), 2**70))
 
 
 def test_the_seeds_never_change():
-    """Anyone's old run must come out the same: these values are fixed for ever."""
+    """Old runs must stay reproducible: these values are fixed forever."""
     assert derive_seed(0) == 7210762507766007076
     assert derive_seed(7, "client", 3, "round", 12) == 2223586750924859984
     assert torch.rand(1, generator=stream(0, "sampling", 1)).item() == 0.010928690433502197
@@ -44,14 +44,14 @@ def test_all_bits_are_used():
     assert abs(ones - 0.5).max() < 0.06
 
 
-def test_streams_are_alike_by_name_and_apart_otherwise():
+def test_streams_of_equal_names_are_equal_and_others_differ():
     draw = torch.rand(50, generator=stream(3, "client", 1))
     assert torch.equal(draw, torch.rand(50, generator=stream(3, "client", 1)))
     assert not torch.equal(draw, torch.rand(50, generator=stream(3, "client", 2)))
     assert not torch.equal(draw, torch.rand(50, generator=stream(4, "client", 1)))
 
 
-def test_global_generators_are_left_alone():
+def test_global_generators_do_not_change():
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002 - it is the point
     torch.rand(9, generator=stream(0, "x"))
     assert torch.equal(before[0], torch.get_rng_state())
@@ -59,7 +59,7 @@ def test_global_generators_are_left_alone():
     assert np.array_equal(before[2], np.random.get_state()[1])  # noqa: NPY002
 
 
-# --- seeds that nobody may guess --------------------------------------------------------------------------------------
+# --- secret seeds ----------------------------------------------------------------------------------------------------
 
 
 def same_draws(one, other):

@@ -1,4 +1,4 @@
-"""Components by their text: found by file, built with typed settings, and written back as the same text."""
+"""Component specs: components are found by file, built with typed settings, and written back as the same spec."""
 
 import dataclasses
 import sys
@@ -86,7 +86,7 @@ def test_a_spec_shows_only_what_differs_from_the_default():
 
 
 @given(st.lists(SPEC, min_size=1, max_size=5))
-def test_a_list_of_components_splits_where_it_was_joined(specs):
+def test_a_joined_list_of_components_splits_again(specs):
     assert split_specs(",".join(specs)) == specs
 
 
@@ -109,7 +109,7 @@ def test_values_may_hold_equals_signs_and_spaces_around():
 
 
 @pytest.mark.parametrize("spec", ["iid:images", "iid:=3", "iid:3", "iid:images=3,7", "iid:a:b"])
-def test_settings_that_are_no_pairs_are_refused(spec):
+def test_settings_that_are_not_key_value_pairs_are_refused(spec):
     with pytest.raises(ConfigError, match="must be key=value pairs"):
         parse_spec(spec)
 
@@ -138,7 +138,7 @@ def test_bad_components_are_named_with_a_way_out(base, spec, message):
 
 
 @given(st.booleans(), st.integers(), st.floats(allow_nan=False), st.lists(st.integers(), max_size=4))
-def test_texts_and_values_convert_to_the_same(flag, count, share, widths):
+def test_strings_and_values_convert_to_the_same(flag, count, share, widths):
     settings = {"flag": flag, "count": count, "share": share, "widths": widths}
     texts = {"flag": str(flag), "count": str(count), "share": repr(share), "widths": "/".join(map(str, widths))}
     wanted = {"flag": flag, "count": count, "share": share, "widths": tuple(widths)}
@@ -220,12 +220,12 @@ def test_a_file_of_the_users_is_loaded_once_and_built_with_settings(mine):
     assert load_own(f"{mine}:Mine") is type(built)
 
 
-def test_a_component_of_the_users_writes_a_text_that_builds_it_again(mine):
+def test_a_users_component_writes_a_spec_that_builds_it_again(mine):
     built = build(Defence, f"{mine}:Mine:strength=3")
     assert build(Defence, built.spec) == built
 
 
-def test_two_files_of_one_name_are_two(mine, tmp_path):
+def test_two_files_of_the_same_name_are_distinct(mine, tmp_path):
     other = tmp_path / "other" / "mine.py"
     other.parent.mkdir()
     other.write_text(MINE.replace("1.0", "2.0"))
@@ -248,7 +248,7 @@ def test_two_files_of_one_name_are_two(mine, tmp_path):
         ("\0", "Mine", "failed when imported"),
     ],
 )
-def test_files_of_the_users_that_do_not_serve(tmp_path, content, name, message):
+def test_unusable_files_of_the_user_are_refused(tmp_path, content, name, message):
     path = tmp_path / "mine.py"
     if content is not None:
         path.write_text(content)

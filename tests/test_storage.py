@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever fails in between; private folders that only their owner can read."""
+"""Files are complete or absent, whatever fails in between; only their owner can read private folders."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def failing(step, error):
 
 @given(old=st.none() | st.binary(max_size=50), new=st.binary(max_size=50), step=st.sampled_from([None, *STEPS]))
 @hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_write_that_fails_leaves_the_old_content_and_no_rest(tmp_path, old, new, step):
+def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(tmp_path, old, new, step):
     path = tmp_path / "file"
     path.unlink(missing_ok=True)
     if old is not None:
@@ -47,11 +47,11 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_rest(tmp_path, old, ne
 
 
 class Killed(BaseException):
-    """Stands for kill -9: no handler of ordinary errors sees it."""
+    """An exception that simulates kill -9: no ordinary handler catches it."""
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_write_that_is_killed_leaves_the_old_content(tmp_path, monkeypatch, step):
+def test_a_killed_write_leaves_the_old_content(tmp_path, monkeypatch, step):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     monkeypatch.setattr(*failing(step, Killed()))
@@ -72,7 +72,7 @@ def test_the_content_is_synced_before_it_replaces_the_old(tmp_path, monkeypatch)
     assert calls[:2] == [("fsync", 5), ("replace", str(path))]
 
 
-def test_folders_on_the_way_are_made_and_a_file_in_the_way_is_an_error(tmp_path):
+def test_missing_folders_are_created_and_a_file_in_their_place_is_an_error(tmp_path):
     write_atomic(tmp_path / "a" / "b" / "file", b"x")
     assert (tmp_path / "a" / "b" / "file").read_bytes() == b"x"
     with pytest.raises(RunFolderError, match="could not be written"):
@@ -98,7 +98,7 @@ def test_the_mode_is_kept_whatever_was_there(tmp_path, mode):
         os.umask(old)
 
 
-def test_tensors_come_back_with_their_texts(tmp_path):
+def test_tensors_are_restored_with_their_metadata(tmp_path):
     path = tmp_path / "t.safetensors"
     wide = torch.arange(12.0)
     tensors = {
@@ -131,7 +131,7 @@ def test_one_tensor_may_be_saved_under_two_names(tmp_path):
     assert torch.equal(loaded["part"], tensor[1:3])
 
 
-def test_the_same_tensors_and_texts_are_the_same_bytes(tmp_path):
+def test_equal_tensors_and_metadata_give_equal_bytes(tmp_path):
     texts = {key: key * 2 for key in ("round", "model", "defence", "lr", "epochs", "data")}
     for number in range(8):
         save_tensors(tmp_path / str(number), {"b": torch.ones(2), "a": torch.zeros(3)}, texts)
@@ -140,7 +140,7 @@ def test_the_same_tensors_and_texts_are_the_same_bytes(tmp_path):
 
 @given(cut=st.integers(0, 10**6))
 @hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-def test_a_file_cut_anywhere_is_refused(tmp_path, cut):
+def test_a_truncated_file_is_refused(tmp_path, cut):
     path = tmp_path / "t.safetensors"
     save_tensors(path, {"a": torch.arange(9.0), "b": torch.ones(2)}, {"round": "1"})
     whole = path.read_bytes()
@@ -183,7 +183,7 @@ def test_the_last_two_states_are_always_kept(rounds, tmp_path_factory):
     assert len(files(folder.path)) == min(2, len(rounds))
 
 
-def test_private_files_are_their_owners_only(tmp_path):
+def test_only_the_owner_can_read_private_files(tmp_path):
     folder = PrivateFolder(tmp_path / "private")
     folder.save_state(1, {"n": torch.ones(1)})
     folder.save("data", {"images": torch.ones(2)})
@@ -207,7 +207,7 @@ def test_a_damaged_state_is_refused_not_forgotten(tmp_path):
         folder.load_state(2)
 
 
-def test_files_whose_names_are_no_rounds_are_left_alone(tmp_path):
+def test_files_not_named_by_a_round_are_ignored(tmp_path):
     folder = PrivateFolder(tmp_path / "private")
     for round_number in (1, 2, 3):
         folder.save_state(round_number, {"n": torch.tensor(round_number)})
@@ -220,7 +220,7 @@ def test_files_whose_names_are_no_rounds_are_left_alone(tmp_path):
     assert files(folder.path) == ["state-foo.safetensors"]
 
 
-def test_a_lost_state_is_refused_and_one_of_a_round_that_is_played_again_is_not_lost(tmp_path):
+def test_a_lost_state_is_refused_but_repeating_a_round_is_not(tmp_path):
     folder = PrivateFolder(tmp_path / "private")
     folder.save_state(3, {"n": torch.ones(1)})
     assert folder.load_state(3) is None
@@ -228,14 +228,14 @@ def test_a_lost_state_is_refused_and_one_of_a_round_that_is_played_again_is_not_
     with pytest.raises(RunFolderError, match=r"it is lost.*make the empty file .*begin-anew"):
         folder.load_state(3)
     folder.save_state(4, {"n": torch.ones(1)})
-    with pytest.raises(RunFolderError, match="it is lost"):  # a later one is not that of round 3
+    with pytest.raises(RunFolderError, match="it is lost"):  # a later state does not replace that of round 3
         folder.load_state(4)
     (tmp_path / "begin-anew").touch()
     assert folder.load_state(4) is None
     folder.save_state(4, {"n": torch.ones(1)})
     assert not folder.begins_anew
     assert set(folder.load_state(5)) == {"n"}
-    assert folder.load_state(4) is None  # as a new client of round 4
+    assert folder.load_state(4) is None  # like a new client in round 4
 
 
 def test_a_client_that_trained_must_have_its_state(tmp_path):
@@ -244,14 +244,14 @@ def test_a_client_that_trained_must_have_its_state(tmp_path):
         folder.require_state(1)
     folder.save_state(1, {"n": torch.ones(1)})
     folder.require_state(1)
-    with pytest.raises(RunFolderError, match="after round 2, got none"):  # an older one won't do
+    with pytest.raises(RunFolderError, match="after round 2, got none"):  # an older state is not enough
         folder.require_state(2)
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "begin-anew").touch()
     PrivateFolder(tmp_path / "1" / "private").require_state(2)
 
 
-def test_a_private_file_with_numbers_that_are_none_is_damaged(tmp_path):
+def test_a_private_file_with_non_finite_numbers_is_damaged(tmp_path):
     folder = PrivateFolder(tmp_path / "private")
     folder.save_state(1, {"key": torch.tensor([1.0, torch.nan])})
     with pytest.raises(DataError, match="must hold finite numbers, got others in key"):

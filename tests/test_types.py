@@ -27,7 +27,7 @@ def test_norm_counts_scalars_and_survives_zero_and_nothing():
     assert Update({}, 0).norm() == 0
 
 
-def test_map_leaves_buffers_and_the_original_alone():
+def test_map_changes_neither_buffers_nor_the_original():
     one = Update({"w": torch.ones(2)}, 1, {"mean": torch.ones(2)})
     doubled = one.map(lambda tensor: tensor * 2)
     assert torch.equal(doubled.tensors["w"], torch.full((2,), 2.0))
@@ -35,7 +35,7 @@ def test_map_leaves_buffers_and_the_original_alone():
     assert torch.equal(one.tensors["w"], torch.ones(2))
 
 
-def test_a_batch_is_cut_in_all_its_parts():
+def test_slicing_a_batch_slices_all_its_tensors():
     batch = Batch(torch.rand(4, 1, 2, 2), torch.arange(4), torch.tensor([True, False, True, False]))
     part = batch[torch.tensor([2, 0])]
     assert len(part) == 2

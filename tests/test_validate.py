@@ -1,4 +1,4 @@
-"""Checks of settings: they let through exactly what their rule says, and say the rule and the value otherwise."""
+"""Checks of settings: they accept exactly what their rule allows, and otherwise state the rule and the value."""
 
 import math
 
@@ -25,7 +25,7 @@ def passes(*args, **kwargs):
 @example(math.nan, (0, 1), False, False)
 @example(0, (0, 1), True, False)
 @example(1, (0, 1), False, True)
-def test_a_range_lets_through_what_lies_in_it(value, bounds, open_low, open_high):
+def test_a_range_accepts_exactly_the_values_in_it(value, bounds, open_low, open_high):
     low, high = bounds
     inside = (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
     assert passes("x", value, low, high, open_low=open_low, open_high=open_high) == inside
@@ -37,7 +37,7 @@ def test_without_bounds_only_finite_numbers_pass(value):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, False, None, "1", [1], 1j])
-def test_what_is_not_a_finite_number_is_refused(value):
+def test_anything_but_a_finite_number_is_refused(value):
     for bounds in [(), (0,), (0, 5), (-math.inf, 5)]:
         with pytest.raises(ConfigError, match=r"^x must be .*, got "):
             in_range("x", value, *bounds)

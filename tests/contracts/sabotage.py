@@ -1,6 +1,6 @@
-"""Run a defence's own tests once for each hook it overrides, with that hook made to do nothing: each run must fail.
+"""Run a defence's own tests once per overridden hook, with that hook disabled: each run must fail.
 
-As a program: ``python -m tests.contracts.sabotage NAME`` prints the hooks whose loss went unnoticed, and exits with 1.
+As a program: ``python -m tests.contracts.sabotage NAME`` prints hooks whose absence no test noticed, and exits with 1.
 """
 
 import sys
@@ -15,13 +15,13 @@ TESTS = Path(__file__).parents[1] / "defences"
 
 
 def unnoticed(name, tests=None):
-    """The overridden hooks of a defence that its tests do not miss; that they pass otherwise is the suite's to tell."""
+    """Return the overridden hooks whose absence the defence's tests do not notice; the tests must pass otherwise."""
     cls = components("defences")[name]
     file = tests or TESTS / f"test_{name.replace('-', '_')}.py"
     quiet = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-summary", str(file)]
     survivors = []
     for hook in HOOKS:
-        if getattr(cls, hook) is not vars(Defence)[hook]:  # its own, or of a base between
+        if getattr(cls, hook) is not vars(Defence)[hook]:  # its own, or that of a base class in between
             kept = vars(cls).get(hook)
             setattr(cls, hook, vars(Defence)[hook])
             try:

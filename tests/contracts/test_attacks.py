@@ -1,4 +1,4 @@
-"""Laws that every attack in the folder keeps."""
+"""Laws that every attack must keep."""
 
 import copy
 import inspect
@@ -23,7 +23,7 @@ EVERYTHING = ThreatModel(frozenset(Knowledge))
 
 
 MODELS = {"linear": "mlp:hidden=20"}
-"""The network for attacks that can't do with the default one."""
+"""The network for attacks that cannot work on the default one."""
 
 
 def look(attack, threat):
@@ -45,7 +45,7 @@ def look(attack, threat):
 
 
 def quick(name, iterations):
-    """The attack with few steps, if it takes any."""
+    """Return the attack with few steps, if it has such a setting."""
     steps = any(field.name == "iterations" for field in fields(EVERY[name]))
     return build(Attack, f"{name}:iterations={iterations}" if steps else name)
 
@@ -78,7 +78,7 @@ class TestEveryReconstruction:
         assert torch.equal(one.images, two.images)
         assert not one.images.requires_grad
 
-    def test_leaves_the_observation_as_it_was(self, name):
+    def test_does_not_change_the_observation(self, name):
         attack = quick(name, 2)
         seen = look(attack, EVERYTHING)
         updates = {key: tensor.clone() for key, tensor in seen.updates.items()}
@@ -94,7 +94,7 @@ ALTERING = [name for name in ATTACKS if Knowledge.ALTERS_MODEL in EVERY[name].ne
 
 @pytest.mark.parametrize("name", ALTERING)
 class TestEveryAlteration:
-    def test_keeps_the_normalisation_within_reach_and_the_output_usable(self, name):
+    def test_keeps_the_normalisation_accessible_and_the_output_usable(self, name):
         normalisation = Normalisation((0.4,), (0.2,))
         honest = create_model("lenet-dlg", (1, 8, 8), 4, 0, normalisation).eval()
         rng = torch.Generator().manual_seed(0)
@@ -110,7 +110,7 @@ class TestEveryAlteration:
 
 
 class Decided(torch.nn.Module):
-    """A network of which nothing but the decision is left."""
+    """A network that returns only its decision."""
 
     def __init__(self, network):
         super().__init__()
@@ -122,7 +122,7 @@ class Decided(torch.nn.Module):
 
 @pytest.fixture
 def candidates():
-    """A network and images about which it is right, or often so."""
+    """Return a network and images that it classifies correctly, or mostly so."""
     rng = torch.Generator().manual_seed(0)
     network = create_model("mlp", (1, 8, 8), 4, 0).eval()
     images = torch.rand(24, 1, 8, 8, generator=rng)
@@ -139,7 +139,7 @@ def score(name, network, batch, seed=4):
 
 @pytest.mark.parametrize("name", MEMBERSHIP)
 class TestEveryMembershipAttack:
-    def test_gives_a_finite_score_each_and_the_same_for_the_same_seed(self, name, candidates):
+    def test_gives_finite_scores_and_the_same_for_the_same_seed(self, name, candidates):
         before = torch.get_rng_state()
         one, two = (score(name, *candidates) for _ in range(2))
         assert torch.equal(before, torch.get_rng_state())
@@ -148,7 +148,7 @@ class TestEveryMembershipAttack:
         assert torch.equal(one, two)
         assert not one.requires_grad
 
-    def test_leaves_network_and_images_as_they_were(self, name, candidates):
+    def test_does_not_change_network_and_images(self, name, candidates):
         network, batch = candidates
         weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
         images, labels = batch.images.clone(), batch.labels.clone()
@@ -163,12 +163,12 @@ class TestEveryMembershipAttack:
         network, batch = candidates
         assert torch.equal(score(name, network, batch), score(name, Decided(network), batch))
 
-    def test_does_not_look_at_marks(self, name, candidates):
+    def test_ignores_the_sensitive_marks(self, name, candidates):
         network, batch = candidates
         marked = Batch(batch.images, batch.labels, torch.arange(24) < 12)
         assert torch.equal(score(name, network, batch), score(name, network, marked))
 
-    def test_rebuilds_nothing_and_says_so(self, name):
+    def test_is_refused_as_an_attack_that_reconstructs_images(self, name):
         with pytest.raises(ConfigError, match=f"must be one that rebuilds images here, got '{name}'.*gradveil audit"):
             build_attack(name)
 

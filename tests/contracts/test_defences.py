@@ -1,4 +1,4 @@
-"""Laws that every defence in the folder keeps (STYLE 4.6)."""
+"""Laws that every defence must keep."""
 
 import copy
 import dataclasses
@@ -53,7 +53,7 @@ def make_client(defence, seed=0):
 
 
 def protect(defence, tensors, client):
-    """What reaches the aggregation of an update: through the device's last hook and the server's first."""
+    """Return what reaches the aggregation of an update, after on_update and on_server."""
     sent = defence.on_update(Update(tensors, 4), client)
     server = Server(1, client.model, client.public, {}, torch.Generator().manual_seed(0))
     return sent, defence.on_server(sent, server)
@@ -96,7 +96,7 @@ class TestEveryDefence:
     @pytest.mark.parametrize(
         "odd", [torch.tensor(2.0), torch.zeros(0), torch.ones(3).half()], ids=["0-d", "empty", "half"]
     )
-    def test_odd_tensors_pass(self, name, odd):
+    def test_unusual_tensors_pass(self, name, odd):
         defence = build_defence(name)
         client = make_client(defence)
         tensors = {**shared(defence, client), "odd": odd}
@@ -113,7 +113,7 @@ class TestEveryDefence:
             results.append(sent.tensors["odd"].reshape(-1) if "odd" in sent.tensors else torch.zeros(1))
         assert torch.equal(*results)
 
-    def test_edits_none_of_its_input(self, name):
+    def test_does_not_edit_its_input(self, name):
         defence = build_defence(name)
         client = make_client(defence)
         tensors, batch = shared(defence, client), make_batch()
@@ -157,12 +157,12 @@ class TestEveryDefence:
             assert batch.images.shape[1:] == (1, 8, 8)
             assert bool(batch.images.isfinite().all())
 
-    def test_the_model_still_answers(self, name):
+    def test_the_model_still_gives_outputs(self, name):
         defence = build_defence(name)
         model = defence.on_model(make_model(), torch.Generator().manual_seed(0))
         assert model(make_batch().images).shape == (4, 3)
 
-    def test_it_names_the_attack_that_knows_it(self, name):
+    def test_it_names_its_countermoves(self, name):
         if name in ("none", "chain"):
             pytest.skip("there is nothing to know")
         defence = build_defence(name)
@@ -192,7 +192,7 @@ class TestEveryDefence:
         for field in fields:
             assert re.search(rf"^\s+{field}: ", text, re.MULTILINE), f"{name} does not explain {field}"
 
-    def test_it_has_tests_of_its_own(self, name):
+    def test_it_has_its_own_tests(self, name):
         assert (TESTS / f"test_{name.replace('-', '_')}.py").is_file()
 
 

@@ -1,4 +1,4 @@
-"""Every overridden hook, made to do nothing, must break its defence's own tests."""
+"""A defence's own tests must fail if one of its hooks does nothing."""
 
 import subprocess
 import sys
@@ -19,12 +19,12 @@ def sabotage(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(components("defences")))
-def test_a_hook_made_to_do_nothing_breaks_its_own_tests(name):
+def test_a_disabled_hook_breaks_the_defences_own_tests(name):
     result = sabotage(name)
     assert result.returncode == 0, result.stderr[-300:]
 
 
-def test_the_check_itself_bites(tmp_path):
+def test_the_check_itself_finds_an_untested_hook(tmp_path):
     toothless = tmp_path / "test_toothless.py"
     toothless.write_text("def test_nothing():\n    assert True\n")
     result = sabotage("chain", toothless)

@@ -37,7 +37,7 @@ def run(module, data, how, lr=0.1, defence=None):
 
 
 def naive(module, data, how, lr):
-    """The same with torch.optim.SGD and a plain loop."""
+    """Train with torch.optim.SGD in a plain loop."""
     module = copy.deepcopy(module)
     before = copy.deepcopy(module.state_dict())
     optimiser = torch.optim.SGD(module.parameters(), lr, how.momentum, 0, how.weight_decay, how.nesterov)
@@ -126,7 +126,7 @@ def test_score_counts_and_adds_up():
     assert whole.accuracy == sum(right) / 9
 
 
-def test_local_training_leaves_its_input_alone():
+def test_local_training_does_not_change_its_input():
     module, data = setting(6)
     kept = replace(data, images=data.images.clone())
     run(module, data, LocalSettings(epochs=2, batch_size=2))

@@ -22,7 +22,7 @@ def test_sampling_without_replacement_draws_k_distinct_clients(n, data, seed):
     assert all(0 <= client < n for client in drawn)
 
 
-def test_sampling_depends_on_round_and_seed_only():
+def test_sampling_depends_only_on_round_and_seed():
     settings = TrainSettings(clients=50, sampled=5)
     assert sample_clients(settings, [1] * 50, 1) == sample_clients(settings, [1] * 50, 1)
     assert sample_clients(settings, [1] * 50, 1) != sample_clients(settings, [1] * 50, 2)
@@ -101,7 +101,7 @@ def test_a_diverged_model_is_refused(value):
 
 
 class FakeEngine:
-    """Each client sends its number plus one."""
+    """An engine whose clients each send their number plus one."""
 
     def __init__(self):
         self.calls = []
@@ -124,7 +124,7 @@ class Early(Defence):
         return update * 10
 
 
-def test_a_round_lets_early_clients_train_first_and_broadcasts_what_comes_of_them():
+def test_early_clients_train_first_and_their_result_is_broadcast():
     settings = TrainSettings(clients=4, sampled=2, weighting="uniform", save_rounds=(1,), lr=0.5)
     engine, state = FakeEngine(), {}
     model = {"weight": torch.zeros(1, 1)}
@@ -141,7 +141,7 @@ def test_a_round_lets_early_clients_train_first_and_broadcasts_what_comes_of_the
     assert state["seen"] == 1
 
 
-def test_updates_are_kept_for_chosen_rounds_only():
+def test_updates_are_kept_only_for_chosen_rounds():
     settings = TrainSettings(clients=2, save_rounds=(2,))
     network = nn.Linear(1, 1, bias=False)
     model = {"weight": torch.zeros(1, 1)}
@@ -149,7 +149,7 @@ def test_updates_are_kept_for_chosen_rounds_only():
     assert not played.sent
 
 
-def test_an_early_client_is_not_left_to_chance():
+def test_an_early_client_keeps_its_weight_whether_drawn_or_not():
     settings = TrainSettings(clients=4, sampled=2, weighting="unbiased")
     weights = update_weights(settings, [10, 30, 20, 40], [1, 0], early=(0,))
     assert weights == pytest.approx({0: 0.1, 1: 0.6})

@@ -1,4 +1,4 @@
-"""Updates in files, saved as any framework would: what is made of them, and one clear line for whatever is wrong."""
+"""Attacks on updates in files, as any framework saves them, and one clear line for every wrong input."""
 
 import json
 import pickle
@@ -32,7 +32,7 @@ def gradient(net, images, labels):
 
 
 class Files:
-    """A folder with a model, two clients' gradients of an image each, the truth and a specification."""
+    """A folder with a model, two clients' gradients of one image each, the true images and a specification."""
 
     def __init__(self, folder):
         self.folder, self.out = folder, folder / "out"
@@ -86,7 +86,7 @@ def refused(gradveil, files):
     return run
 
 
-# --- what it gives ----------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def test_several_updates_are_recovered_scored_and_drawn(gradveil, files):
@@ -171,7 +171,7 @@ def test_without_the_truth_there_are_no_scores_and_the_table_says_so(gradveil, f
         assert row["why"].endswith("no truth was given")
 
 
-def test_an_update_that_says_nothing_has_no_guess(files):
+def test_an_update_without_information_gives_no_guess(files):
     save_file({name: torch.zeros_like(g) for name, g in files.gradients[1].items()}, files.updates[1])
     one, two = attack_files(files.model, files.updates, read_spec(files.spec()), QUICK, files.out, truth=files.truth)
     assert one["psnr"] is not None
@@ -181,7 +181,7 @@ def test_an_update_that_says_nothing_has_no_guess(files):
 
 
 def test_a_batch_is_matched_to_the_truth_before_it_is_scored(files):
-    """Whatever order the guesses come in, the order of the truth does not change the scores."""
+    """The order of the true images does not change the scores."""
     images = files.images[:, 0]
     save_file(gradient(files.net, images, torch.tensor(LABELS)), files.updates[0])
     spec = UpdateSpec(MODEL, SHAPE, CLASSES, "gradient", labels=LABELS)
@@ -196,7 +196,7 @@ def test_a_batch_is_matched_to_the_truth_before_it_is_scored(files):
     assert scores[0] > 20
 
 
-def test_bytes_and_floats_of_the_truth_score_alike(files):
+def test_true_images_as_bytes_or_floats_give_equal_scores(files):
     spec, rows = read_spec(files.spec()), []
     dark = (files.images * 255).round().to(torch.uint8)
     for number, images in enumerate((dark.numpy(), dark[:, 0].double().numpy() / 255)):
@@ -206,7 +206,7 @@ def test_bytes_and_floats_of_the_truth_score_alike(files):
     assert rows[0]["psnr"] == pytest.approx(rows[1]["psnr"])
 
 
-def test_changes_after_several_steps_are_played_again(files):
+def test_updates_of_several_local_steps_are_simulated(files):
     change = {name: -0.1 * g for name, g in files.gradients[0].items()}
     save_file(change, files.updates[0])
     spec = read_spec(files.spec(kind="change", lr=0.1, num_examples=4, epochs=1, batch_size=2, momentum=0.5))
@@ -218,13 +218,13 @@ def test_changes_after_several_steps_are_played_again(files):
     assert (saved["epochs"], saved["weight_decay"], saved["batch_norm"]) == (1, 0.0, "average")
 
 
-def test_a_defence_that_is_stated_is_known(files):
+def test_the_defence_in_the_specification_is_known(files):
     rows = attack_files(files.model, files.updates, read_spec(files.spec(defence="none")), QUICK, files.out)
     assert {row["defence"] for row in rows} == {"none"}
     assert rows[0]["knows"] == ["defence", "num-examples"]
 
 
-def test_public_images_of_a_data_set_are_at_hand_where_one_is_stated(files):
+def test_public_images_come_from_the_data_set_in_the_specification(files):
     images = np.random.default_rng(0).random((12, 1, 8, 8), dtype=np.float32)
     for name, shape in (("public", images), ("large", images.repeat(2, 3))):
         labels = np.arange(12) % CLASSES
@@ -247,7 +247,7 @@ def test_labels_may_differ_between_updates(files):
     assert [row["labels"] for row in rows] == [[label] for label in LABELS]
 
 
-def test_arrays_by_name_are_as_good_as_safetensors(files):
+def test_npz_files_work_like_safetensors(files):
     path = files.folder / "u.npz"
     np.savez(path, **{name: g.numpy().astype(">f4") for name, g in files.gradients[0].items()})
     for name, tensor in read_update(path).items():
@@ -267,7 +267,7 @@ def test_normalisation_and_an_own_model_come_from_the_specification(files):
     torch.testing.assert_close(found[0], files.images[0], atol=0.05, rtol=0)
 
 
-# --- what it refuses --------------------------------------------------------------------------------------------------
+# --- refused inputs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_a_pickled_update_is_never_opened(refused, files, name):
     assert "safetensors.torch.save_file(tensors_by_name, " in message
 
 
-def test_neither_is_one_under_another_name(refused, files):
+def test_a_pickle_under_another_name_is_never_opened(refused, files):
     for name in ("u.safetensors", "u"):
         (files.folder / name).write_bytes(pickle.dumps(Bomb()))
         assert "must be a whole safetensors file" in refused("--update", files.folder / name)
@@ -392,7 +392,7 @@ def test_a_truth_that_does_not_fit(refused, files, arrays, message):
     assert message in refused("--truth", files.truth)
 
 
-def test_a_used_folder_is_left_alone(gradveil, files):
+def test_a_used_folder_is_not_changed(gradveil, files):
     files.out.mkdir()
     (files.out / "mine.txt").write_text("mine")
     code, out, err = gradveil(*files.arguments(attack=QUICK))
@@ -404,7 +404,7 @@ def test_a_used_folder_is_left_alone(gradveil, files):
     assert "must be a folder that can be written" in gradveil(*files.arguments(attack=QUICK))[2]
 
 
-def test_an_attack_that_fails_on_its_way_exits_with_one_and_leaves_nothing(gradveil, files, monkeypatch):
+def test_an_attack_that_fails_midway_exits_with_code_1_and_leaves_nothing(gradveil, files, monkeypatch):
     def fail(self, seen, rng):
         raise RuntimeError("out of memory\nand more")
 
@@ -415,7 +415,7 @@ def test_an_attack_that_fails_on_its_way_exits_with_one_and_leaves_nothing(gradv
     assert not files.out.exists()
 
 
-def test_stopped_by_hand_it_promises_nothing(gradveil, files, monkeypatch):
+def test_an_interrupted_attack_does_not_offer_to_resume(gradveil, files, monkeypatch):
     def stop(self, seen, rng):
         raise KeyboardInterrupt
 

@@ -36,7 +36,7 @@ def test_the_best_linear_guess_of_many_draws_attains_it():
     assert leak(jacobian, noise, prior, nuisance).mse == pytest.approx(error, rel=0.01)
 
 
-def test_what_is_not_looked_at_keeps_its_prior_and_what_is_seen_exactly_has_none_left():
+def test_unobserved_pixels_keep_their_prior_and_exact_ones_have_no_variance_left():
     found = leak(torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), torch.tensor([1e-9, 1e-9]), torch.full((3,), 0.06))
     assert found.seen == 2
     assert found.mse == pytest.approx(0.02)

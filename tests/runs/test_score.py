@@ -18,7 +18,7 @@ from gradveil.runs.score import View, _jacobian, score, summarise_scores
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Pictures of 8x8 noise, in a file."""
+    """Write random 8x8 images to a file."""
     rng = np.random.default_rng(0)
     labels = np.arange(40) % 10
     images = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8)
@@ -32,7 +32,7 @@ def settings(small, **changes):
 
 
 def scored(small, **changes):
-    """Rows by the defence's text."""
+    """Return rows by spec of the defence."""
     return {row["defence"]: row for row in score(settings(small, **changes))}
 
 
@@ -70,7 +70,7 @@ def test_the_gradient_of_a_linear_layer_with_bias_gives_the_image_and_its_noise_
     assert rows["gaussian:std=1"]["seen"] < 64
 
 
-def test_masks_hide_nothing_that_other_tensors_tell_and_noise_does(small):
+def test_masks_do_not_hide_what_other_tensors_reveal_but_noise_does(small):
     specs = "soteria:prune=0.5,gaussian:std=1,dp-sgd:clip=1,noise=100"
     rows = scored(small, model="lenet-dlg", defences=specs, knows="labels,num-examples")
     blind = rows["none"]["psnr_unseen"]
@@ -80,7 +80,7 @@ def test_masks_hide_nothing_that_other_tensors_tell_and_noise_does(small):
     assert rows["none"]["psnr_cap"] > rows["gaussian:std=1"]["psnr_cap"] > blind
 
 
-def test_what_is_pruned_tells_nothing(small):
+def test_pruned_entries_reveal_nothing(small):
     rows = scored(small, model="logistic", defences="prune:fraction=0.99")
     few = rows["prune:fraction=0.99"]
     assert few["seen"] <= math.ceil(0.01 * 640) + math.ceil(0.01 * 10)  # each tensor keeps its largest
@@ -103,7 +103,7 @@ def test_unexplained_differences_count_as_noise(small):
 
 
 @pytest.mark.parametrize("defence", ["mixup:k=2", "dcs2:steps=2"])
-def test_what_has_no_such_figure_says_so(small, defence):
+def test_a_defence_without_a_score_says_why(small, defence):
     row = scored(small, defences=defence)[defence]
     assert row["psnr_cap"] is None
     assert "audit" in row["why"]
@@ -114,7 +114,7 @@ def test_a_defence_that_does_not_fit_is_refused(small):
         score(settings(small, defences="soteria:count=10000"))
 
 
-def test_scores_repeat_and_are_summed_up(small):
+def test_scores_are_deterministic_and_summarised(small):
     first, again = (score(settings(small, targets=2, defences="gaussian:std=0.01")) for _ in range(2))
     for row in first + again:
         row.pop("seconds")

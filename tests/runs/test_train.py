@@ -1,4 +1,4 @@
-"""A run with a folder: what it leaves there, and that no way of cutting it short changes its result."""
+"""Training into a folder: the files that it writes, and the same result however often it is interrupted."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def dropout(num_classes):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a small data set and files of a user's own."""
+    """Return a folder with a small data set and a user's own files."""
     folder = tmp_path_factory.mktemp("own")
     rng = np.random.default_rng(0)
     labels = np.arange(100) % 3
@@ -108,7 +108,7 @@ def counting(small, place):
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    """Leave out the picture and the page, which take longer than the small runs themselves."""
+    """Skip the figure and the page, which take longer than the small runs themselves."""
     monkeypatch.setattr(gradveil.runs.train, "draw_curves", lambda rows, out: None)
     monkeypatch.setattr(gradveil.runs.train, "write_page", lambda *args: None)
 
@@ -118,7 +118,7 @@ def rows_of(out):
 
 
 def result(out):
-    """All that must be the same however a run came to its end: every file but pictures, pages and times."""
+    """Return all that must not depend on interruptions: every file except figures, pages and times."""
     timeless = [{key: value for key, value in row.items() if key != "seconds"} for row in rows_of(out)]
     files = {"rows": timeless}
     for path in sorted(out.rglob("*.safetensors")):
@@ -134,7 +134,7 @@ def same_weights(one, two):
     return a.keys() == b.keys() and all(torch.equal(tensor, b[key]) for key, tensor in a.items())
 
 
-def test_a_run_leaves_everything_in_its_folder(small, tmp_path):
+def test_a_run_writes_everything_into_its_folder(small, tmp_path):
     seen = []
     made = train(small, tmp_path / "run", workers=0, progress=lambda done, row, *_: seen.append((done, row)))
     names = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
@@ -176,7 +176,7 @@ def test_the_figures_are_those_of_the_saved_model(small, tmp_path, no_pictures):
 
 def test_same_settings_same_bits_other_seed_other_bits(counting, tmp_path, no_pictures):
     for name in ("a", "b"):
-        torch.rand(7)  # what ran before in this process must not matter
+        torch.rand(7)  # earlier runs in this process must not matter
         train(counting, tmp_path / name, workers=0)
     assert result(tmp_path / "a") == result(tmp_path / "b")
     train(replace(counting, seed=1), tmp_path / "c", workers=0)
@@ -244,7 +244,7 @@ def test_a_run_without_state_keeps_no_private_files(small, tmp_path, no_pictures
 
 
 def test_a_random_layer_of_the_model_draws_from_the_seed(small, place, tmp_path, no_pictures):
-    """Dropout draws from torch's global generator: that too must depend on nothing but client, round and seed."""
+    """Dropout draws from torch's global generator, which must depend only on client, round and seed."""
     random_model = replace(small, model=f"{place / 'models.py'}:dropout", lr=0.5)
     train(random_model, tmp_path / "a", workers=0)
     torch.rand(3)
@@ -257,7 +257,7 @@ def test_a_random_layer_of_the_model_draws_from_the_seed(small, place, tmp_path,
 
 
 class Killed(BaseException):
-    """Stands for kill -9: no handler of ordinary errors sees it."""
+    """An exception that simulates kill -9: no ordinary handler catches it."""
 
 
 def stop_after(settings, out, rounds):
@@ -271,7 +271,7 @@ def stop_after(settings, out, rounds):
 
 @contextmanager
 def killed_at(number, out):
-    """Cut the process short before (even) or after (odd) the n-th thing it does to a file below ``out``."""
+    """Kill the run before (even) or after (odd) the n-th operation on a file below ``out``."""
     real = {name: getattr(os, name) for name in ("open", "fsync", "replace", "unlink")}
     count = 0
 
@@ -312,7 +312,7 @@ def test_a_run_killed_at_any_write_and_resumed_is_the_same(counting, tmp_path, n
             kills += 1
         else:
             break
-        if number % 3 == 0:  # and once more on the way back
+        if number % 3 == 0:  # and once more while resuming
             with suppress(Killed), killed_at(number % 17, out):
                 train(settings, out, workers=0, resume=True)
         train(settings, out, workers=0, resume=True)
@@ -343,7 +343,7 @@ def test_rounds_may_grow_step_by_step(counting, tmp_path, no_pictures, lengths):
     assert grown == result(tmp_path / "whole")["rows"]
 
 
-def test_no_rounds_only_evaluates(small, tmp_path):
+def test_zero_rounds_only_evaluate(small, tmp_path):
     made = train(replace(small, rounds=0), tmp_path, workers=0)
     assert [row["round"] for row in made.rows] == [0]
     assert made.rows == rows_of(tmp_path)
@@ -351,25 +351,25 @@ def test_no_rounds_only_evaluates(small, tmp_path):
     assert train(replace(small, rounds=0), tmp_path, workers=0, resume=True).rows == made.rows
 
 
-def test_a_run_cut_back_to_where_it_was_killed_still_ends_well(small, tmp_path):
+def test_a_run_shortened_to_where_it_was_killed_still_finishes(small, tmp_path):
     """Rounds between evaluations have no accuracy, but the last row of a finished run must have one."""
     rare = replace(small, rounds=9, eval_every=5)
     stop_after(rare, tmp_path, 3)
-    with suppress(RunFolderError):  # to refuse is a right answer too
+    with suppress(RunFolderError):  # refusing is also correct
         made = train(replace(rare, rounds=3), tmp_path, workers=0, resume=True)
         assert made.rows[-1]["accuracy"] is not None
     made = train(rare, tmp_path, workers=0, resume=True)
     assert made.rows[-1]["round"] == 9
 
 
-def test_evaluation_is_left_out_between(small, tmp_path):
+def test_rounds_between_evaluations_have_no_accuracy(small, tmp_path):
     made = train(replace(small, rounds=5, eval_every=2), tmp_path, workers=0)
     assert [row["accuracy"] is not None for row in made.rows] == [False, True, False, True, True]
     assert [row["loss"] is not None for row in made.rows] == [False, True, False, True, True]
 
 
 @pytest.mark.parametrize("lr", [1e20, 1e30, 1e37, 1e38])
-def test_a_run_that_diverges_says_so_and_keeps_its_checkpoint(place, tmp_path, no_pictures, lr):
+def test_a_diverging_run_says_so_and_keeps_its_checkpoint(place, tmp_path, no_pictures, lr):
     settings = TrainSettings(
         dataset=str(place / "small.npz"), model="mlp:hidden=4", clients=2, rounds=6, lr=lr, batch_size=8
     )
@@ -398,7 +398,7 @@ def test_other_data_under_the_same_name_are_noticed(small, tmp_path, no_pictures
 
 @contextmanager
 def disk_of(limit):
-    """No file may grow beyond ``limit`` bytes, as on a disk that is full: the write fails in the middle."""
+    """Limit every file to ``limit`` bytes, as on a full disk: the write fails in the middle."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
@@ -437,7 +437,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(small, place, tmp_path, monk
     settings = replace(small, rounds=40, defence=defence)
     train(settings, tmp_path / "whole", workers=0)
     out = tmp_path / "run"
-    for _ in range(2):  # resumed on the same full disk, it fails in the same way
+    for _ in range(2):  # resuming on the same full disk fails in the same way
         with disk_of(5000):
             code, _, err = command(monkeypatch, capsys, *options(settings), "--out", out, "--workers", 0, "--resume")
         assert code == 2
@@ -485,7 +485,7 @@ def start(out, tmp_path, *arguments):
 
 
 def _hear_interrupts():
-    """A background job is started deaf to Ctrl-C; the run under test must not inherit that."""
+    """Restore the handling of Ctrl-C, which a background job ignores; the run under test must not inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -511,7 +511,7 @@ def kill(process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "defended"), [(0, False), (0, True), (2, True)])
-def test_kill_minus_nine_at_any_moment_changes_nothing(place, tmp_path, workers, defended):
+def test_kill_9_at_any_moment_does_not_change_the_result(place, tmp_path, workers, defended):
     given = [*SLOW, "--workers", str(workers)]
     given += ["--defence", f"{place / 'defences.py'}:Counting"] if defended else []
     out, draw = tmp_path / "run", random.Random(workers + 10 * defended)  # noqa: S311 - moments, not secrets
@@ -542,7 +542,7 @@ def test_kill_minus_nine_at_any_moment_changes_nothing(place, tmp_path, workers,
 
 
 @pytest.mark.slow
-def test_a_folder_in_use_is_refused_and_ctrl_c_ends_in_good_order(tmp_path, monkeypatch, capsys):
+def test_a_folder_in_use_is_refused_and_ctrl_c_ends_cleanly(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     process = start(out, tmp_path, *SLOW[:-1], "100000", "--workers", "0")
     try:

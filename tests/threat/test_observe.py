@@ -59,7 +59,7 @@ def test_fedavg_shows_the_change_of_the_weights():
 @pytest.mark.parametrize(
     "fact", ["labels", "num_examples", "local_steps", "defence", "public_data", "class_averages", "private_state"]
 )
-def test_what_is_not_granted_is_refused_and_what_is_granted_is_there(fact):
+def test_only_granted_knowledge_is_available(fact):
     private = batches()
     given = {"public_data": batches(1)[0], "class_averages": torch.rand(3, 1, 8, 8)}
     nothing = observe(network(), private, threat=ThreatModel(), num_classes=3, **given)
@@ -96,7 +96,7 @@ def test_batch_statistics_are_of_what_the_network_saw_in_every_round():
 
 
 def reachable(thing):
-    """Every object that can be reached from here, classes and modules left out."""
+    """Return every object that can be reached from here, except classes and modules."""
     seen, queue = {}, [thing]
     while queue:
         item = queue.pop()
@@ -132,7 +132,7 @@ def test_an_attack_cannot_reach_the_truth(defended):
     assert not any(isinstance(item, Batch) for item in reachable(seen))
 
 
-def test_the_walk_would_find_a_leak():
+def test_the_search_would_find_a_leak():
     private = batches()
     seen = observe(network(), private, threat=ThreatModel(), num_classes=3)
     leaky = Observation(
@@ -141,7 +141,7 @@ def test_the_walk_would_find_a_leak():
     assert any(item is private[0].images for item in reachable(leaky))
 
 
-def test_the_network_is_a_copy_and_is_left_alone():
+def test_the_network_is_a_copy_and_does_not_change():
     model = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     seen = observe(model, batches(), threat=ThreatModel(), num_classes=3, how=LocalSettings(), lr=1.0)
@@ -155,7 +155,7 @@ def test_batches_of_different_shapes_are_refused():
         observe(network(), [*batches(1, 2), *batches(1, 3)], threat=ThreatModel(), num_classes=3)
 
 
-def test_a_malicious_server_needs_to_be_granted_and_the_clients_train_on_its_network():
+def test_a_malicious_server_must_be_granted_and_clients_train_on_its_network():
     model, private = network(), batches(count=1)
 
     def doubled(copied):
@@ -205,7 +205,7 @@ def test_in_several_rounds_a_client_may_show_few_images_at_a_time():
             observe(network(), private, threat=ALL, num_classes=3, **bad)
 
 
-def test_data_are_replaced_once_and_state_goes_on():
+def test_data_are_replaced_once_and_state_persists():
     class Counting(Defence):
         def on_data(self, data, client):
             client.state["made"] = client.state.get("made", torch.zeros(())) + 1

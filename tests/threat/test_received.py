@@ -28,7 +28,7 @@ def gradient(net, count=2):
     )
 
 
-def test_a_gradient_from_elsewhere_is_what_observe_would_have_shown():
+def test_a_gradient_from_a_file_equals_what_observe_shows():
     net = network()
     batch, found = gradient(net)
     ours = received(net, found, shape=SHAPE, num_classes=3, kind="gradient", labels=batch.labels)
@@ -66,7 +66,7 @@ def test_several_steps_need_their_settings():
         received(net, found, shape=SHAPE, num_classes=3, local_steps=how, num_examples=4, kind="gradient")
 
 
-def test_running_statistics_may_come_along():
+def test_running_statistics_may_be_included():
     net = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))
     update = {name: torch.ones_like(tensor) for name, tensor in net.state_dict().items()}
     seen = received(net.train(), update, shape=SHAPE, num_classes=3)
@@ -84,7 +84,7 @@ def test_running_statistics_may_come_along():
         (lambda u: u.update({next(iter(u)): torch.zeros(2, 2)}), r"must have shape \(5, 64\) .* got \(2, 2\)"),
     ],
 )
-def test_what_does_not_fit_the_model_is_named(spoil, match):
+def test_tensors_that_do_not_fit_the_model_are_named(spoil, match):
     net = network()
     _, found = gradient(net)
     spoil(found)
@@ -126,7 +126,7 @@ def test_numpy_scalars_do_not_pass_for_tensors():
         received(net, found, shape=SHAPE, num_classes=3)
 
 
-def test_tied_weights_may_come_under_each_of_their_names():
+def test_tied_weights_may_have_any_of_their_names():
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 3))
     net[2].weight = net[1].weight
     change = {name: torch.ones_like(tensor) for name, tensor in net.state_dict().items()}
