@@ -1,4 +1,4 @@
-"""A client for the defences that mix images."""
+"""Images and a client for tests of defences that mix images."""
 
 import torch
 from torch import nn
@@ -19,6 +19,6 @@ def client_with(data, aux=None, seed=0):
 
 
 def coefficients_of(encoded, parts):
-    """The weights with which parts (M, ...) make up each encoding, by least squares (N, M)."""
+    """Return the weights (N, M) of the parts (M, ...) in each encoding, by least squares."""
     columns = parts.double().flatten(1).T
     return torch.linalg.lstsq(columns, encoded.double().flatten(1).T).solution.T

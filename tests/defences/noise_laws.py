@@ -1,4 +1,4 @@
-"""Laws of additive noise, whatever its distribution: the tests of a noisy defence inherit them."""
+"""Laws of additive noise of any distribution, inherited by the tests of each noise defence."""
 
 import math
 
@@ -22,13 +22,13 @@ def client():
 
 
 class NoiseLaws:
-    """A subclass names the defence.
+    """The laws; a subclass sets the attributes.
 
     Attributes:
-        name: of the defence.
-        strength: of its setting.
+        name: name of the defence.
+        strength: name of the setting for the strength of the noise.
         spread: standard deviation of noise of strength 1.
-        distance: of its likelihood.
+        distance: distance that corresponds to the likelihood of the noise.
     """
 
     name: str
@@ -41,7 +41,7 @@ class NoiseLaws:
         return build_defence(f"{self.name}:{self.strength}={strength}{more}")
 
     def noise(self, where):
-        """Many draws of strength 1, after it was checked that they reach nothing else."""
+        """Return many draws of noise of strength 1; check that noise is added only where ``where`` says."""
         defence = self.make(0.02, where=where)
         tensors, buffers = {"w": torch.full((ENTRIES,), 3.0)}, {"running_mean": torch.ones(2)}
         update = defence.on_update(Update(tensors, 1, buffers), client())

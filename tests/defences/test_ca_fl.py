@@ -37,7 +37,7 @@ def broadcast(seed, bound):
 
 
 def matrix(sensing):
-    """(m, n), column by column."""
+    """Return the matrix (m, n), computed column by column."""
     return sensing.measure(torch.eye(len(sensing.order), dtype=torch.float64)).T
 
 
@@ -123,7 +123,7 @@ def test_a_message_is_ten_times_smaller_and_the_server_gets_the_update_back():
     flat, back = (torch.cat([each["a"].float(), each["b"].flatten()]) for each in (tensors, received.tensors))
     sensing = draw_sensing(30_005, 3001, 9)
     assert torch.allclose(sensing.measure(flat), sensing.measure(back), atol=5e-3)  # a is in half precision
-    shuffled = replace(sent, tensors=dict(reversed(sent.tensors.items())))  # as safetensors may leave it
+    shuffled = replace(sent, tensors=dict(reversed(sent.tensors.items())))  # safetensors may change the order
     again = QUIET.on_server(shuffled, server(public)).tensors
     assert all(torch.equal(again[name], received.tensors[name]) for name in tensors)
 

@@ -53,7 +53,7 @@ def flat(gradient):
 
 
 def naive_concealed(defence, model, image, label, begun, target):
-    """Eq. 9 for one image, with torch's own Adam and schedule."""
+    """Minimise Eq. 9 for one image, with torch's own Adam and schedule."""
     wanted = flat(gradient_of(model, image[None], label[None])).detach()
     logits = model(image[None])[0].detach()
     concealed = begun.clone().requires_grad_()
@@ -340,7 +340,7 @@ class TestSeparatingAttack:
 
 
 class Hiding(Defence):
-    """Adds the gradient of one fixed image that nobody sees, for each private one."""
+    """A defence that adds the gradient of one fixed, unseen image for each private image."""
 
     def on_gradient(self, gradient, batch, client):
         rng = torch.Generator().manual_seed(9)

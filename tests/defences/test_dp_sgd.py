@@ -45,7 +45,7 @@ def plain_gradient(model, batch):
 
 
 def naive(model, batch, clip, size):
-    """Algorithm 1 without noise: a loop over examples."""
+    """Run Algorithm 1 without noise, by a loop over examples."""
     total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for index in range(len(batch)):
         gradient = plain_gradient(model, batch[slice(index, index + 1)])
@@ -153,7 +153,7 @@ def test_training_on_poisson_samples_is_the_naive_loop_with_the_expected_size():
         drawn = torch.rand(10, generator=rng, dtype=torch.float64) < expected / 10
         torch.randn(0, generator=rng)
         gradient = naive(local, data[drawn], 0.2, expected)
-        for tensor in gradient.values():  # noise of zero is drawn all the same
+        for tensor in gradient.values():  # noise of strength zero is drawn too
             torch.randn(tensor.shape, generator=rng, dtype=torch.float64)
         with torch.no_grad():
             for name, parameter in local.named_parameters():
@@ -215,7 +215,7 @@ def test_the_number_of_images_sent_is_the_expected_one():
 
 
 class OwnNoise(nn.Module):
-    """Draws in training, as a user's own layer or a variational bottleneck does."""
+    """A layer that draws random numbers in training mode, like a variational bottleneck or a user's own layer."""
 
     def forward(self, features):
         return features + torch.randn_like(features) if self.training else features

@@ -63,14 +63,14 @@ def make_client(defence=EXACT, model=None, number=1, public=None, seed=0):
 
 
 def protect(defence, seed=0):
-    """The client's own update, the guard's, and what is sent."""
+    """Return the client's own update, the guard's update, and the update that is sent."""
     client = make_client(defence, seed=seed, number=max(defence.guards) + 1)
     own = changes(client.model, 2)
     return own, changes(client.model, 10), defence.on_update(Update(own, 5), client).tensors
 
 
 def naive_scores(model, images, upto):
-    """Mean over images of a feature's size over its slope, by one backward pass each."""
+    """Return the mean over images of each feature's magnitude over its gradient norm, by one backward pass each."""
     total = 0
     for image in images:
         leaf = image.unsqueeze(0).requires_grad_()
@@ -81,7 +81,7 @@ def naive_scores(model, images, upto):
 
 
 def columns(sent, own, name):
-    """The columns of a weight that are no longer the client's own."""
+    """Return the columns of a weight that differ from the client's own."""
     return {i for i in range(own[name].shape[1]) if not torch.equal(sent[name][:, i], own[name][:, i])}
 
 
@@ -170,9 +170,9 @@ class TestRate:
     @settings(max_examples=50, deadline=None)
     def test_it_is_equation_10(self, size, beta):
         weights = torch.tensor([2.0, -4.0, 0.0], dtype=torch.float64)
-        change = torch.tensor([2 * size, -4 * size, 7.0], dtype=torch.float64)  # the entry at zero has no say
+        change = torch.tensor([2 * size, -4 * size, 7.0], dtype=torch.float64)  # weight zero does not count
         sigmoid = 1 / (1 + math.exp(-size))
-        expected = min(max(0.4 * sigmoid - 0.3 + 1 - beta, 0), 1)  # the paper's other form of it
+        expected = min(max(0.4 * sigmoid - 0.3 + 1 - beta, 0), 1)  # the paper's other form of Eq. 10
         assert replacement_rate({"w": change}, {"w": weights}, beta) == pytest.approx(expected, abs=1e-9)
 
     def test_the_adaptive_part_is_between_minus_and_plus_a_tenth(self):

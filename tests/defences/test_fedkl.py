@@ -1,4 +1,4 @@
-"""Key-lock: what is locked, what leaves the device, and who gets in anyway."""
+"""FedKL: which layers are locked, which tensors leave the device, and which attacks succeed anyway."""
 
 import base64
 import math
@@ -131,7 +131,7 @@ def test_a_users_network_keeps_its_normalisation_but_for_scale_and_shift(layers,
 
 
 class Own(nn.Module):
-    """A user's network; with ``traced=False`` it branches on the data, which can't be traced."""
+    """A user's network; with ``traced=False`` it branches on the data, so torch.fx cannot trace it."""
 
     def __init__(self, *, traced=True):
         super().__init__()
@@ -145,7 +145,7 @@ class Own(nn.Module):
 
 
 class Apart(Own):
-    """Defines its convolutions first and its normalisations later, as some do."""
+    """A network that defines all convolutions before all normalisations."""
 
     def define(self):
         self.conv1, self.conv2 = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
@@ -156,7 +156,7 @@ class Apart(Own):
 
 
 class Backward(Own):
-    """Defines last what it calls first."""
+    """A network that defines the layer last that it calls first."""
 
     def define(self):
         self.body = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
@@ -167,7 +167,7 @@ class Backward(Own):
 
 
 class Aside(Own):
-    """Defines another convolution's normalisation behind its first."""
+    """A network that defines the second convolution's normalisation after the first convolution."""
 
     def define(self):
         self.conv1, self.norm, self.conv2 = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)
@@ -177,7 +177,7 @@ class Aside(Own):
 
 
 class Skipped(Own):
-    """Uses what the convolution gives beside the normalisation too."""
+    """A network that uses the convolution's output with and without the normalisation."""
 
     def define(self):
         self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
@@ -188,14 +188,14 @@ class Skipped(Own):
 
 
 class InPlace(Skipped):
-    """Changes what the convolution gives on its way to the normalisation."""
+    """A network that changes the convolution's output in place before the normalisation."""
 
     def way(self, images):
         return self.norm(self.conv(images).relu_())
 
 
 class Twice(Own):
-    """Calls one convolution twice, each time before another normalisation."""
+    """A network that calls one convolution twice, each time before a different normalisation."""
 
     def define(self):
         self.conv, self.norm1, self.norm2 = nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1), nn.BatchNorm2d(1)
@@ -205,7 +205,7 @@ class Twice(Own):
 
 
 class Tied(Own):
-    """Has one convolution under two names."""
+    """A network with one convolution under two names."""
 
     def define(self):
         self.conv1 = self.conv2 = nn.Conv2d(1, 1, 3)
@@ -215,14 +215,14 @@ class Tied(Own):
 
 
 class Standardised(nn.Conv2d):
-    """A user's own kind of convolution."""
+    """A user's own subclass of nn.Conv2d."""
 
     def forward(self, images):
         return self._conv_forward(images, self.weight / self.weight.std(), self.bias)
 
 
 class OwnKind(Apart):
-    """Calls its own kind of convolution first."""
+    """A network that calls a subclass of nn.Conv2d first."""
 
     def define(self):
         super().define()
@@ -324,7 +324,7 @@ def test_gradients_by_example_are_autograds(trained):
             assert torch.allclose(found[name][row], slope, atol=1e-5), name
 
 
-# --- what leaves the device -------------------------------------------------------------------------------------------
+# --- tensors that leave the device ------------------------------------------------------------------------------------
 
 RUN = TrainSettings(
     model="lenet-dlg", defence="fedkl:length=64", clients=3, rounds=2, partition="iid:images=8", batch_size=8, lr=0.01,
@@ -333,7 +333,7 @@ RUN = TrainSettings(
 
 
 def traces(tensors):
-    """Four numbers in a row out of each secret, as bytes, as base64 (in its three alignments) and as decimals."""
+    """Return four consecutive numbers of each secret as bytes, as base64 (in its three alignments) and as decimals."""
     for tensor in tensors:
         flat = tensor.flatten()
         for start in range(0, len(flat) - 3, max(1, len(flat) // 64)):
@@ -368,7 +368,7 @@ def test_no_byte_of_key_or_lock_leaves_the_client(tmp_path):
     leaked = [trace for trace in traces(secrets.values()) if trace in content]
     assert not leaked
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in out.glob("clients/*/private/*"))
-    planted = next(t for name, t in secrets.items() if name.endswith(".key"))  # the search itself must find things
+    planted = next(t for name, t in secrets.items() if name.endswith(".key"))  # the search must find a planted secret
     for form in (
         planted.numpy().tobytes(),
         base64.b64encode(planted.numpy().tobytes()),
@@ -401,7 +401,7 @@ def test_the_rows_tell_how_the_model_does_with_own_keys_and_with_a_random_one():
         assert len({row["accuracy_test"] for row in simulation.client_rows(2)}) > 1
 
 
-# --- who gets in anyway -----------------------------------------------------------------------------------------------
+# --- attacks that succeed anyway --------------------------------------------------------------------------------------
 
 
 def seen_by(*grants, defence="fedkl:length=16", targets=2, **how):
@@ -424,7 +424,7 @@ def moves_of(seen):
 
 
 def true_outputs(seen_all):
-    """Each client's scales and shifts, by hand from all of its private tensors."""
+    """Compute each client's scales and shifts from all of its private tensors."""
     rows = []
     for own in seen_all.private_state:
         key, weight, bias = (own[f"conv1.locked.key_lock.{part}"] for part in ("key", "weight", "bias"))
@@ -499,7 +499,7 @@ def test_the_lock_misleads_an_attacker_who_does_not_know_it_and_not_one_who_does
 
 @pytest.mark.parametrize("how", ["batch of two", "local steps", "batch statistics"])
 def test_guesses_with_the_true_scales_and_images_explain_the_update(how):
-    """The loss at the truth is nothing, in each way of playing the client again."""
+    """At the true images the matching loss is zero, in each way of simulating the client."""
     network = create_model("lenet-dlg", (1, 12, 12), 4, 0).eval()
     images = some_images(4).view(2, 2, 1, 12, 12)
     private = [Batch(own, torch.tensor([1, 3]), torch.zeros(2) > 0) for own in images]
@@ -582,7 +582,7 @@ def test_a_network_is_locked_once():
 
 @pytest.fixture
 def begun(tmp_path):
-    """A run of one round in a folder of its own."""
+    """Train for one round in a folder of its own."""
     out = tmp_path / "run"
     train(TrainSettings(**{**vars(RUN), "rounds": 1, "save_rounds": ()}), out, workers=0)
     return out
@@ -595,7 +595,7 @@ def go_on(out):
 def test_a_lost_key_stops_the_client_until_it_is_told_to_begin_anew(begun):
     client = begun / "clients" / "1"
     (before,) = (load_tensors(path) for path in (client / "private").glob("state-*"))
-    shutil.rmtree(client)  # with all that says that there was a key
+    shutil.rmtree(client)  # with everything that shows that there was a key
     with pytest.raises(RunFolderError, match=r"it is lost.*make the empty file .*begin-anew"):
         go_on(begun)
     client.mkdir()
@@ -603,7 +603,7 @@ def test_a_lost_key_stops_the_client_until_it_is_told_to_begin_anew(begun):
     go_on(begun)
     after = load_tensors(client / "private" / "state-000002.safetensors")
     (key,) = (name for name in after if name.endswith(".key"))
-    assert not torch.equal(after[key], before[key])  # the run's seed would give the old one again
+    assert not torch.equal(after[key], before[key])  # the seed of the run would give the old key again
     assert not (client / "begin-anew").exists()
 
 
@@ -643,7 +643,7 @@ def test_a_global_model_with_other_locked_blocks_is_refused():
 
 @pytest.mark.parametrize("grants", [("defence",), ("defence", "lock")])
 def test_a_traced_search_takes_the_same_steps(grants, monkeypatch):
-    """Compiling traces the step once; secret outputs, searched or known, must be inputs of what is traced."""
+    """Compiling traces a step only once, so secret outputs, searched or known, must be inputs of the trace."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def traced(function, examples):

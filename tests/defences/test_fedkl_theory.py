@@ -1,7 +1,7 @@
-"""The paper's Claims 1 to 4 and Equations 3 to 29 as closed forms against autograd; docs/fedkl-theory.md has the words.
+"""FedKL's Claims 1 to 4 and Equations 3 to 29 as closed forms, checked against autograd (see docs/fedkl-theory.md).
 
-What it calls a product of single numbers is a sum over positions and images wherever a parameter is used more than
-once; the sums are written out here. All in float64.
+The paper writes products of single numbers. If a parameter is used more than once, they are sums over positions and
+images; these sums are written out here. All computations are in float64.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def test_claim_1_linear_regression():
 
 
 class Perceptron:
-    """Claim 2's network on one image, with its gradients by autograd."""
+    """The network of Claim 2 on one image, with its gradients by autograd."""
 
     def __init__(self):
         self.x, self.label = draw(7), 1
@@ -71,7 +71,7 @@ def test_equations_4_and_5():
 
 
 class Network:
-    """Claims 3 and 4 and the key-lock: convolution, BatchNorm by the batch, scale and shift, ReLU, Linear, softmax."""
+    """The network of Claims 3 and 4: convolution, BatchNorm (batch statistics), key-lock, ReLU, Linear, softmax."""
 
     def __init__(self, images=N, key_length=5, running=False):
         self.x, self.labels = draw(images, 2, SIDE, SIDE), torch.arange(images) % CLASSES
@@ -165,7 +165,7 @@ def test_the_locks_gradient_holds_the_key_against_section_4_4():
     assert close(net.omega.grad[0] / net.b_gamma.grad[0], net.key)
 
 
-# --- what is left to evaluate without the key -------------------------------------------------------------------------
+# --- quantities that can be computed without the key ------------------------------------------------------------------
 
 
 def test_the_label_and_the_map_behind_the_lock_are_read_off_one_images_update():
@@ -175,11 +175,11 @@ def test_the_label_and_the_map_behind_the_lock_are_read_off_one_images_update():
     assert close(net.lamda.grad[row] / net.b4.grad[row], net.a.detach().flatten())  # Eq. 6 over Eq. 7
     alive = (net.a > 0).flatten()
     assert alive.any()
-    assert close(net.s.detach().flatten()[alive], net.a.detach().flatten()[alive])  # so s is known where it passed
+    assert close(net.s.detach().flatten()[alive], net.a.detach().flatten()[alive])  # s is known where ReLU is active
 
 
 def test_the_scales_follow_from_the_gradient_of_the_convolutions_bias():
-    """With running statistics dL/db1 = gamma / sqrt(var + eps) sum dL/ds, and all but gamma is known."""
+    """With running statistics dL/db1 = gamma / sqrt(var + eps) sum dL/ds, and everything but gamma is known."""
     net = Network(images=1, running=True)
     row = net.b4.grad.abs().argmax()
     features = net.lamda.grad[row] / net.b4.grad[row]
@@ -189,7 +189,7 @@ def test_the_scales_follow_from_the_gradient_of_the_convolutions_bias():
 
 
 def unseen(network, images, label, names, *, searched=True):
-    """How many directions of image and secret outputs together leave the shared gradient as it is."""
+    """Return in how many directions image and secret outputs can change without changing the shared gradient."""
     shared = {n: p.detach().double() for n, p in network.named_parameters() if "key_lock" not in n}
     network = network.double().eval()
     outputs = {name: network.get_submodule(name)().detach() for name in names}
@@ -240,9 +240,9 @@ def small(bias=True):
     ],
 )
 def test_the_shared_gradient_determines_image_and_scales_together(spec, bias, lost):
-    """Full rank: near the truth no other image with other scales has the same update.
+    """The Jacobian has full rank: near the truth, no other image with other scales has the same update.
 
-    Without a bias in the locked convolution one direction is lost, that of the image's brightness (x and 1 / gamma).
+    Without a bias in the locked convolution one direction is lost: the brightness of the image (x and 1 / gamma).
     """
     network = build_defence(spec).on_model(small(bias), torch.Generator().manual_seed(0))
     image = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A variational bottleneck, its loss, and the ways around it."""
+"""PRECODE: the variational bottleneck, its loss, and the attacks that bypass it."""
 
 import math
 from dataclasses import replace
@@ -104,7 +104,7 @@ def test_every_model_of_the_zoo_gets_one_before_its_last_layer(model):
 
 
 class Own(nn.Module):
-    """A user's network; with ``traced=False`` it branches on the data, which can't be traced."""
+    """A user's network; with ``traced=False`` it branches on the data, so torch.fx cannot trace it."""
 
     def __init__(self, way, *, traced=True):
         super().__init__()
@@ -193,7 +193,7 @@ def test_it_trains_behind_dp_sgd_without_a_guarantee(tiny):
         assert simulation.defence.budget(Releases(8, 4, 2, 1)) is None
 
 
-# --- who gets around it -----------------------------------------------------------------------------------------------
+# --- attacks that bypass it -------------------------------------------------------------------------------------------
 
 
 def seen_by(*grants, model="lenet-dlg", spec="precode:size=16", size=1):
@@ -254,7 +254,7 @@ def test_the_countermoves_name_the_bottleneck_and_what_follows():
 
 @pytest.mark.parametrize("local", [None, LocalSettings(epochs=1, batch_size=0, weight_decay=1e-9)])
 def test_an_attacker_who_knows_the_loss_explains_the_update(local):
-    """With softplus(rho) = 0 nothing is drawn; then the truth's gradient is the update, divergence included."""
+    """With softplus(rho) = 0 nothing is drawn; then the true image's gradient, KL term included, is the update."""
     network = create_model("lenet-dlg", (1, 12, 12), 4, 0).eval()
     defence = build_defence("precode:size=6,beta=0.5")
 

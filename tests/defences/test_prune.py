@@ -88,7 +88,7 @@ def test_nothing_to_prune():
 def test_the_attacker_turns_the_true_gradient_into_what_it_saw(scope, move):
     torch.manual_seed(0)
     true = {"a": torch.randn(4, 5, 6), "b": torch.randn(4), "c": torch.randn(4, 3), "d": torch.zeros(4, 0)}
-    rates = [0.0, 0.3, 0.7, 1.0]  # another rate for each target
+    rates = [0.0, 0.3, 0.7, 1.0]  # a different rate for each target
     each = [prune({name: tensor[t] for name, tensor in true.items()}, fraction=rates[t], scope=scope) for t in range(4)]
     seen = {name: torch.stack([part[name] for part in each]) for name in true}
     moves = Prune(scope=scope).adaptive(Arrived(seen, [0.1]))

@@ -76,7 +76,7 @@ def test_stochastic_rounding_has_the_entry_as_its_mean(values, bits, seed):
     draws = 20_000
     tensor = torch.tensor(values, dtype=torch.float64)
     many = quantise(tensor.repeat(draws, 1), rng(seed), bits=bits, stochastic=True)
-    width = tensor.abs().max() * 2 / max(2**bits - 2, 1)  # between two levels; a coin's deviation is half of it at most
+    width = tensor.abs().max() * 2 / max(2**bits - 2, 1)  # distance of two levels; the std is at most half of it
     assert bool(((many.mean(0) - tensor).abs() <= 6 * width / 2 / draws**0.5 + 1e-9).all())
 
 

@@ -45,7 +45,7 @@ def make_client(model, batch, seed=0):
 
 
 def plain_gradient(model, batch):
-    model = copy.deepcopy(model)  # in training mode it would move
+    model = copy.deepcopy(model)  # in training mode its statistics would change
     loss = F.cross_entropy(model(batch.images), batch.labels)
     return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
 
@@ -59,7 +59,7 @@ def representation(model, images, layer=-1):
 
 
 def naive_norms(model, images, layer=-1, order=2):
-    """One backward a feature and image, as the authors' code does."""
+    """Compute the norms by one backward pass per feature and image, as the authors' code does."""
     rows = []
     for image in images:
         leaf = image.unsqueeze(0).requires_grad_()
@@ -70,7 +70,7 @@ def naive_norms(model, images, layer=-1, order=2):
 
 
 def naive(model, batch, number, layer=-1, order=2):
-    """Algorithms 1 and 2: a loop over images and features; the weight gradient of the layer."""
+    """Return the layer's weight gradient by Algorithms 1 and 2, with a loop over images and features."""
     norms, total = naive_norms(model, batch.images, layer, order), 0
     for index in range(len(batch)):
         one = batch[slice(index, index + 1)]
@@ -137,7 +137,7 @@ def test_other_layers_and_several(layers):
 @pytest.mark.parametrize("training", [True, False])
 def test_with_nothing_pruned_the_gradient_stays(dtype, between, training):
     model = make_model(between).to(dtype).train(training)
-    model.append(nn.BatchNorm1d(3).to(dtype).train(training))  # mixes images behind the layer
+    model.append(nn.BatchNorm1d(3).to(dtype).train(training))  # mixes images after the layer
     batch = make_batch(5, dtype=dtype)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     assert close(protect(Soteria(prune=0.0), model, batch), plain_gradient(model, batch), tolerance)
@@ -180,7 +180,7 @@ def test_dropout_draws_from_the_clients_stream_and_is_off_for_the_ranking():
 
 @pytest.mark.parametrize(("model", "forward"), [("lenet-dlg", True), ("lenet5", False), ("convnet:width=32", False)])
 def test_features_are_ranked_forward_where_that_is_cheaper(model, forward, monkeypatch):
-    """Few channels, and no more than twice as many pixels as features."""
+    """Forward mode is used for few channels and at most twice as many pixels as features."""
     asked = []
     monkeypatch.setattr(
         "gradveil.defences.soteria.jacobian_row_norms",
@@ -234,7 +234,7 @@ def test_scores_of_the_batch_are_the_authors(count, prune, seed):
     found = protect(Soteria(prune=prune, scores="batch", layers=("hidden",)), model, batch)["hidden.weight"]
     r = representation(model, batch.images, -3).detach()
     score = (naive_norms(model, batch.images, -3) / (r + 0.1)).sum(0).numpy()
-    mask = torch.from_numpy(np.abs(score) >= np.percentile(score, 100 * prune))  # their code, in our words
+    mask = torch.from_numpy(np.abs(score) >= np.percentile(score, 100 * prune))  # as in the authors' code
     assert torch.allclose(found, plain_gradient(model, batch)["hidden.weight"] * mask, atol=1e-12)
 
 
@@ -330,7 +330,7 @@ def test_the_attacker_leaves_out_zero_columns_or_the_layer():
     assert torch.equal(sent["fc2.bias"], guess["fc2.bias"])
     assert list(moves) == ["layer", "columns"]
     assert moves["layer"].weights == {"fc2.weight": 0.0}
-    only = {name: seen[name] for name in ("fc2.weight", "fc2.bias")}  # without it nothing would be left to match
+    only = {name: seen[name] for name in ("fc2.weight", "fc2.bias")}  # leaving out fc2.weight leaves no weights
     assert list(Soteria().adaptive(Arrived(only, [1.0]))) == ["columns", "layer"]
     assert Soteria(layers=("fc1", "other")).adaptive(Arrived(seen, [1.0]))["layer"].weights == {"fc1.weight": 0.0}
 
@@ -354,7 +354,7 @@ def test_bad_settings(wrong):
 
 
 def test_the_certificate_is_theorem_1_for_what_is_pruned():
-    """On a linear network the bound is |r - r'| over the largest singular value, and pruning more certifies more."""
+    """On a linear network the bound is |r - r'| over the largest singular value; more pruning gives a higher bound."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 3))
     images = torch.rand(4, 1, 4, 4)

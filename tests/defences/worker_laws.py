@@ -1,4 +1,4 @@
-"""What every defence with randomness of its own owes to a training: the same bits on any number of workers."""
+"""A law for every defence that draws random numbers: training gives the same bits on any number of workers."""
 
 import math
 
@@ -9,7 +9,7 @@ from gradveil.engines.simulation import Simulation
 
 
 def trains_alike_on_workers(defence):
-    """Train a little under the defence, in this process and on two workers, and compare all bits."""
+    """Train for two rounds under the defence, in this process and on two workers; return whether all bits agree."""
     plan = TrainSettings(model="mlp:hidden=8", clients=3, rounds=2, partition="iid:images=40", lr=0.1, defence=defence)
     models = []
     for workers in (0, 2):
