@@ -269,7 +269,7 @@ def test_rows_that_one_image_passes_are_found_in_model_and_gradient(digits):
     found = check_update(network, forty)
     assert checks(found) == {"isolated-rows"}
     assert found[0].score > 0.5
-    assert "of the gradient come from one image alone of 40; 5.8 are expected at most" in found[0].sentence
+    assert "of the gradient come from one image only (of 40 images); at most 5.8 are expected" in found[0].sentence
     assert inspect(network, digits[torch.arange(20)]) == []  # among few images honest rows have single ones too
 
 
@@ -400,7 +400,7 @@ def play(mode, network=None):
 
 
 def test_refusing_sends_nothing_and_names_what_was_found():
-    with pytest.raises(TripwireError, match=r"client \d received in round 1 must hold no traps, got \d: .*linear1"):
+    with pytest.raises(TripwireError, match=r"client \d received in round 1 must contain no traps, got \d: .*linear1"):
         play("refuse", trapped)
 
 
@@ -432,7 +432,7 @@ def test_rounds_count_the_clients_that_warn(workers, tmp_path):
 def test_a_refused_training_goes_on_with_a_warning(tmp_path):
     save_tensors(tmp_path / "trapped.safetensors", trapped().state_dict())
     settings = replace(SETTINGS, model="mlp:hidden=200", weights=str(tmp_path / "trapped.safetensors"), rounds=1)
-    with pytest.raises(TripwireError, match=r"look at the server, or go on with --resume --tripwire warn"):
+    with pytest.raises(TripwireError, match=r"check the server, or continue with --resume --tripwire warn"):
         train(replace(settings, tripwire="refuse"), tmp_path / "run", workers=0)
     with pytest.warns(TripwireWarning):
         result = train(replace(settings, tripwire="warn"), tmp_path / "run", resume=True, workers=0)

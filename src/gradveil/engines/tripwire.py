@@ -1,49 +1,54 @@
-r"""The tripwire: a client looks at the model that it received, and at its own gradient, before anything is sent.
+r"""The tripwire: a client checks the model that it received, and its own gradient, before it sends anything.
 
-A malicious server needs no search for images: it broadcasts weights which make the gradient hold them. What such
-weights must have, honest ones hardly ever do, and the client has all that it takes to look:
+A malicious server need not search for images: it can broadcast weights that write the images into the gradient. Such
+weights have properties that honest weights hardly ever have, and the client can check for them. A row is the weights of
+one output of a linear layer, or one filter of a convolution; "alarm" says when a check reports a finding:
 
 =====================  ============  ===================================================================================
-check                  points to     an alarm, and what honest layers give
+check                  points to     alarm, and the values of honest layers
 =====================  ============  ===================================================================================
-``parallel-rows``      imprint       three rows or more with a cosine of 0.95 (0.999 if fewer than three images move
-                                     them, and in convolutions, where three filters of a well-trained LeNet-5 went
-                                     beyond 0.95), or responses to the client's own images that correlate by 0.999.
-                                     Random rows of n entries have cosines of about :math:`1/\sqrt n` (the exact law
-                                     raises the bound where n is small). Training mostly gave 0.8 at most, and
-                                     correlations of 0.993.
-``bias-ladder``        imprint       such rows switch on one after the other, so that they cut the client's images into
-                                     four cells or more; the difference of two rows is then the gradient of a cell.
-``mirrored-rows``      trap-weights  in three rows or more the positive entries are the negative ones times a constant,
-                                     up to 0.1%. The sorted halves of n random entries differ by about
-                                     :math:`1/\sqrt n`.
-``balanced-rows``      trap-weights  z = (sum of a row) / (norm of the row) is nearly the same in too many rows. With
-                                     independent signs z has a standard deviation of 1, and training widens it: a window
-                                     of width d holds a row with a chance of at most d / 2.
-``single-firing``      trap-weights  too many rows are positive for exactly one image. Were the rates of firing spread
-                                     evenly on a logarithmic scale from 1/1000 to 1, it would be 1 / ln 1000 = 14%.
-``isolated-rows``      trap-weights  too many rows of the gradient come from one image alone; the same 14%. For both,
-                                     three images or more must be among them: where a training has failed, one image
-                                     may be all that reaches a layer.
-``isolated-cells``     imprint       the differences of rows of the gradient leave single images, three or more of them.
-                                     In honest layers every row has weights of its own behind it, so that two rows
-                                     with six images each do not agree on all but one.
-``not-agreed``         any           layers, parameters or shapes that are not those of the network agreed on.
+``parallel-rows``      imprint       Alarm: three or more rows with a cosine of at least 0.95, or with responses to the
+                                     client's own images that correlate by at least 0.999. For rows that fewer than
+                                     three images activate, and for convolutions, the cosine must be 0.999 (three
+                                     filters of a well-trained LeNet-5 exceeded 0.95). Honest: cosines of random rows
+                                     with n entries are about :math:`1/\sqrt n` (the exact distribution raises the
+                                     bound if n is small); trained layers had mostly at most 0.8, and correlations up
+                                     to 0.993.
+``bias-ladder``        imprint       Alarm: parallel rows become active one after another, so that they divide the
+                                     client's images into four or more cells. The difference of two rows of the
+                                     gradient is then the gradient of one cell.
+``mirrored-rows``      trap-weights  Alarm: in three or more rows the positive entries equal the negative ones times a
+                                     constant, up to 0.1%. Honest: the sorted halves of n random entries differ by
+                                     about :math:`1/\sqrt n`.
+``balanced-rows``      trap-weights  Alarm: z = (sum of a row) / (norm of the row) is nearly the same in too many rows.
+                                     Honest: with independent signs z has a standard deviation of 1, and training
+                                     widens it, so z of a row lies in a window of width d with probability at most
+                                     d / 2.
+``single-firing``      trap-weights  Alarm: too many rows are positive for exactly one image. Honest: 14% = 1 / ln 1000
+                                     of the rows, if the share of images that activate a row is spread evenly on a
+                                     logarithmic scale from 1/1000 to 1.
+``isolated-rows``      trap-weights  Alarm: too many rows of the gradient come from a single image. Honest: the same
+                                     14%. This check and the one above need three or more different images, since after
+                                     a failed training a single image may be all that reaches a layer.
+``isolated-cells``     imprint       Alarm: differences of two rows of the gradient contain a single image, for three or
+                                     more images. Honest: later layers weight each row differently, so two rows
+                                     activated by six images each do not agree on all images but one.
+``not-agreed``         any           Alarm: layers, parameters or shapes differ from those of the agreed network.
 =====================  ============  ===================================================================================
 
-"Too many" is a binomial test at one in a million for a layer. The layer whose output is the network's is left out,
-since no gate comes behind it (and the rows of classes that nobody has are parallel in all honesty).
+"Too many" means a binomial test at a level of one in a million per layer. The layer that gives the network's output is
+not checked: no activation follows it, and honest rows of classes that no image has are parallel.
 
-Does not find: a server that knows these bounds and stays below them, mostly at a price for its attack; weights that
-were trained to leak (SEER), or that single out a class or a feature (fishing), for these look like any others; anything
-of an honest server that is merely curious; layers other than Linear and Conv2d; convolutions that only pass the image
-on; noisy rows in a convolution that looks at a few large pieces of an image (one that leaves a single pixel counts as a
-Linear); one or two rows, which are enough for a batch of one image. Single images are looked for only among 32 images
-or more, and four or more of each class: among fewer, honest rows have them too. False alarms must be expected of
-weights that are quantised, or standardised so that every row adds up to 0.
+Does not find: a server that knows these bounds and stays below them, which mostly weakens its attack; weights that were
+trained to leak (SEER), or that single out a class or a feature (fishing), since they look like honest weights; anything
+that an honest-but-curious server does; layers other than Linear and Conv2d; convolutions that only pass the image on;
+noisy rows in a convolution with few large patches (a convolution with a single output pixel is treated as a Linear);
+one or two rows, which suffice for a batch of one image. The checks for single images need at least 32 images and four
+per class, since with fewer images honest rows raise them too. Expect false alarms for quantised weights, and for
+weights that are standardised so that every row sums to 0.
 
 Reference: Fowl et al. 2022 (imprint), https://arxiv.org/abs/2110.13057; Boenisch et al. 2023 (trap weights),
-https://arxiv.org/abs/2112.02918. The checks are this package's own; benchmarks/tripwire.py measures them.
+https://arxiv.org/abs/2112.02918. The checks are our own; benchmarks/tripwire.py measures them.
 """
 
 import copy
@@ -67,34 +72,34 @@ from gradveil.networks.watch import LayerCall, watch
 from gradveil.types import Batch
 
 FEWEST_ROWS = 3
-"""Rows that must be alike: two classes, or two duplicates, are honest reasons for a pair."""
+"""Number of similar rows for an alarm; honest layers may have a pair, e.g. for two classes or a duplicated row."""
 FEWEST_IMAGES = 3
-"""Images that must be behind a finding: where a training has failed, one may be all that reaches a layer."""
+"""Number of images for an alarm; after a failed training a single image may be all that reaches a layer."""
 COSINE, CORRELATION, MIRROR, ALONE, SHARED = 0.95, 0.999, 1e-3, 0.95, 6
 CHANCE = 1e-6
-"""How often an honest layer may raise an alarm where its law is known."""
+"""Probability of a false alarm per honest layer, for checks whose distribution is known."""
 LOG_UNIFORM = 1 / math.log(1000)
 WINDOWS = (0.05, 0.2)
 MOST_IMAGES, MOST_ROWS = 256, 512
-"""Images that responses are taken of, and rows that are compared with each other in the gradient, evenly spread."""
+"""Largest number of images whose responses are checked, and of gradient rows compared in pairs; evenly spaced."""
 FEW_IMAGES, USUAL_PIXELS = 64, 3 * 32 * 32
-"""Of images with more entries fewer are taken, as many as fit the same memory, but not fewer than 64."""
+"""For images with more than `USUAL_PIXELS` entries, as many as fit the same memory are used, but at least 64."""
 
 
 class TripwireWarning(UserWarning):
-    """What ``tripwire = "warn"`` says of a client's round."""
+    """The warning with which ``--tripwire warn`` reports the findings of a client's round."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something in a received model, or in the gradient that it makes, which honest training does not give.
+    """A property of a received model, or of its gradient, that honest training does not produce.
 
     Attributes:
-        check: which check found it, as in the table above.
+        check: name of the check, as in the table above.
         layer: name of the layer.
-        family: the attack that it points to.
-        score: the check's own statistic; how far it goes beyond the bound is in the sentence.
-        sentence: what was found, for a person.
+        family: the attack that the finding points to.
+        score: the statistic of the check; the sentence compares it with the expected value.
+        sentence: description for people.
     """
 
     check: str
@@ -108,29 +113,29 @@ class Finding:
 
     @property
     def title(self) -> str:
-        """Check, layer and family in a few words."""
+        """Return check, layer and attack in a few words."""
         return f"{self.check} in {self.layer or 'the network'} ({self.family})"
 
 
 def guard(mode: str, client: Client) -> None:
-    """Run all checks before a client trains: ``warn`` says what they find, ``refuse`` raises it, so nothing is sent.
+    """Run all checks before a client trains; ``warn`` reports findings, ``refuse`` raises them, so nothing is sent.
 
-    The architecture is not compared, since a client of a simulation puts what it receives into a network of its own.
+    The architecture is not compared, since a simulated client loads the received weights into its own network.
     """
     found = inspect(client.model, client.data)
     if not found:
         return
     message = (
-        f"The model that client {client.id} received in round {client.round} must hold no traps, got "
+        f"The model that client {client.id} received in round {client.round} must contain no traps, got "
         f"{len(found)}: {' '.join(str(finding) for finding in found)}"
     )
     if mode == "refuse":
-        raise TripwireError(f"{message} Nothing was sent; look at the server, or go on with --resume --tripwire warn.")
+        raise TripwireError(f"{message} Nothing was sent; check the server, or continue with --resume --tripwire warn.")
     announce(message)
 
 
 def announce(message: str) -> None:
-    """Warn of what a client found, and tell whoever is `hearing`."""
+    """Issue a warning about a client's findings, and add it to the list of `hearing` if active."""
     heard = _heard.get()
     if heard is not None:
         heard.append(message)
@@ -139,7 +144,7 @@ def announce(message: str) -> None:
 
 @contextmanager
 def hearing() -> Iterator[list[str]]:
-    """Within, the list fills with what is announced.
+    """Collect all announced messages in a list within the ``with`` block.
 
     Example:
         >>> with warnings.catch_warnings(action="ignore"), hearing() as heard:
@@ -159,28 +164,28 @@ _heard: ContextVar[list[str] | None] = ContextVar("heard", default=None)
 
 
 def inspect(network: nn.Module, data: Batch, agreed: nn.Module | None = None) -> list[Finding]:
-    """All checks, of the model and of the gradient on some of a client's images; the network is left as it is."""
+    """Run all checks, of the model and of its gradient on some of a client's images; the network is not changed."""
     return check_model(network, data, agreed) + check_update(network, _some(data, min(_enough(data), _most(data))))
 
 
 def inspect_attack(
     attack: Attack, network: nn.Module, seen: Scene, data: Batch, rng: torch.Generator, *, agreed: bool = False
 ) -> list[Finding]:
-    """What a client with these images finds in the model that the attack makes of a copy of the network.
+    """Return the findings of a client with these images in a copy of the network that the attack has altered.
 
-    With ``agreed`` the client knows the architecture, so that it finds every layer that was put in.
+    With ``agreed`` the client knows the architecture, so it finds every layer that was inserted.
     """
     altered = attack.alter(copy.deepcopy(network), seen, rng)
     return inspect(altered, data, network if agreed else None)
 
 
 def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None) -> list[Finding]:
-    """Look at a received model, and at its responses to some of a client's images, at most `MOST_IMAGES`.
+    """Check a received model and its responses to at most `MOST_IMAGES` of a client's images.
 
     Args:
-        network: as received; left as it is.
+        network: the received network; not changed.
         data: the client's images.
-        agreed: the network that the client expects, of whatever weights; None where it expects nothing.
+        agreed: the network that the client expects, with any weights, or None to skip that comparison.
     """
     found = [] if agreed is None else list(_not_agreed(network, agreed))
     some = _some(data, _most(data))
@@ -195,16 +200,16 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
         found += _traps(call.name, rows[others.to(rows.device)])
         if call.outputs is not None and len(some) >= few:
             fires = call.outputs[_spread(len(call.outputs), few)] > 0  # (images, rows)
-            found += _single(call.name, fires & fires.sum(0).eq(1), "single-firing", "are positive for one image alone")
+            found += _single(call.name, fires & fires.sum(0).eq(1), "single-firing", "are positive for one image only")
     return found
 
 
 def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
-    """Look at what each image adds to the gradient of the rows of every layer that sees an image as a whole.
+    """Check how much each image contributes to each row of the gradient, in layers that get an image as a whole.
 
-    A row's gradient is the sum over images of the input times a factor, the gradient by the row's output. Each image's
-    factors are first divided by their norm over the layer, and images without any loss are left out: one badly
-    classified image among good ones is no attack.
+    The gradient of a row is a sum over images of the layer's input times a factor, the gradient with respect to the
+    row's output. The factors of each image are first divided by their norm over the layer, and images without any loss
+    are left out, since one badly classified image among well classified ones is not an attack.
     """
     found: list[Finding] = []
     calls, learnt = _look(network, batch)
@@ -213,12 +218,12 @@ def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
             continue
         parts = F.normalize(call.slopes[learnt].double(), dim=1, eps=1e-100)  # (images, rows)
         if len(parts) >= _enough(batch):
-            found += _single(call.name, _alone(parts), "isolated-rows", "of the gradient come from one image alone")
+            found += _single(call.name, _alone(parts), "isolated-rows", "of the gradient come from one image only")
         images = _isolated_by_differences(parts)
         if len(images) >= FEWEST_IMAGES:
             sentence = (
-                f"differences of two rows of the gradient hold single images, {len(images)} of {len(batch)} images in "
-                "all; honest layers give none."
+                f"differences of two rows of the gradient contain single images, {len(images)} of {len(batch)} images "
+                "in total; honest layers give none."
             )
             found.append(Finding("isolated-cells", call.name, "imprint", len(images) / len(batch), sentence))
     return found
@@ -226,20 +231,20 @@ def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a layer met on its way.
+    """Inputs, outputs and output gradients of one layer.
 
-    For a layer that meets many places of an image, as convolutions mostly do, the tensors are None.
+    The tensors are None for a layer that is applied at many positions of an image, as most convolutions are.
     """
 
     name: str
     layer: nn.Linear | nn.Conv2d
     inputs: Tensor | None  # (N, entries)
     outputs: Tensor | None  # (N, rows)
-    slopes: Tensor | None  # (N, rows), of each image's own loss by the outputs
+    slopes: Tensor | None  # (N, rows), gradient of each image's own loss by the outputs
 
 
 def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
-    """All Linears and convolutions but the one that gives the result, and (N,) whether an image has a loss at all."""
+    """Return the calls of all Linears and convolutions but the output layer, and (N,) whether an image has any loss."""
     model = copy.deepcopy(network).eval().requires_grad_(False)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
     met: dict[str, tuple[Tensor | None, Tensor]] = {}
@@ -247,10 +252,10 @@ def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
     def keep(call: LayerCall) -> Tensor | None:
         layer = layers[call.name]
         if call.output.numel() != len(batch) * len(layer.weight):
-            return None  # many places of an image: nothing is kept, and no graph is begun
+            return None  # many positions per image: keep nothing, and build no autograd graph
         leaf: Tensor = call.output.requires_grad_()
         met[call.name] = (_seen_once(layer, call.inputs[0].detach(), leaf), leaf)
-        return leaf.clone()  # an activation may work in place
+        return leaf.clone()  # an activation may change it in place
 
     with watch(model, layers, after=keep), torch.enable_grad():
         result = model(batch.images).requires_grad_()
@@ -274,9 +279,9 @@ def _is_result(output: Tensor, result: Tensor) -> bool:
 
 
 def _seen_once(layer: nn.Linear | nn.Conv2d, inputs: Tensor, output: Tensor) -> Tensor | None:
-    """(N, entries) what the rows see of each image; None if they see several places of it.
+    """Return the input (N, entries) of the rows for each image, or None if they are applied at several positions.
 
-    A convolution that leaves a single pixel is a Linear by another name.
+    A convolution with a single output pixel is equivalent to a Linear.
     """
     if isinstance(layer, nn.Linear):
         return inputs if output.dim() == 2 else None
@@ -286,13 +291,13 @@ def _seen_once(layer: nn.Linear | nn.Conv2d, inputs: Tensor, output: Tensor) -> 
 
 
 def _enough(data: Batch) -> int:
-    """How many images make a rarely firing row suspicious: one that answers to a class fires for four of them."""
+    """Return how many images the checks for single images need: four per class, so that no class is rare."""
     labels = data.labels if data.labels.dim() == 1 else data.labels.argmax(1)
     return max(32, 4 * len(set(labels.tolist())))
 
 
 def _most(data: Batch) -> int:
-    """How many images are looked at."""
+    """Return the largest number of images to check."""
     return min(MOST_IMAGES, max(FEW_IMAGES, MOST_IMAGES * USUAL_PIXELS // math.prod(data.images.shape[1:])))
 
 
@@ -301,7 +306,7 @@ def _some(data: Batch, count: int) -> Batch:
 
 
 def _spread(length: int, count: int) -> Tensor:
-    """Indices of at most ``count`` entries, evenly spread: a client's images may be sorted by class."""
+    """Return at most ``count`` evenly spaced indices, since a client's images may be sorted by class."""
     return torch.linspace(0, length - 1, min(count, length)).round().long()
 
 
@@ -314,7 +319,7 @@ def _not_agreed(network: nn.Module, agreed: nn.Module) -> Iterator[Finding]:
 
 
 def _structure(network: nn.Module) -> dict[str, str]:
-    """What is under each name: the kind of a layer with its own parameters and buffers."""
+    """Describe each layer by its type and the shapes of its own parameters and buffers."""
     found = {}
     for name, layer in network.named_modules():
         own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
@@ -325,7 +330,7 @@ def _structure(network: nn.Module) -> dict[str, str]:
 
 
 def _parallel_weights(rows: Tensor, least: float = COSINE) -> Tensor:
-    """The rows of the largest group with parallel weights: those nearly proportional to one of them."""
+    """Return the largest group of parallel rows: those nearly proportional to one row."""
     count, entries = rows.shape
     if count < FEWEST_ROWS or entries < 2:
         return torch.empty(0, dtype=torch.long)
@@ -335,10 +340,10 @@ def _parallel_weights(rows: Tensor, least: float = COSINE) -> Tensor:
 
 
 def _most_parallel(rows: Tensor, call: _Call) -> Tensor:
-    """The largest of three groups: rows with proportional weights, with nearly so, and with responses that correlate.
+    """Return the largest group of rows that are proportional, nearly proportional, or have correlated responses.
 
-    For the last two only rows count that three images or more move: the others are alike where a training has failed.
-    Responses count only where images differ in many ways: random rows must not correlate by 0.9 themselves.
+    The last two groups contain only rows that three or more images change, since after a failed training the others
+    are similar. Responses are compared only if images differ enough that random rows correlate by less than 0.9.
     """
     groups = [_parallel_weights(rows, CORRELATION)]
     if call.inputs is not None and call.slopes is not None:
@@ -354,7 +359,7 @@ def _most_parallel(rows: Tensor, call: _Call) -> Tensor:
 
 
 def _largest_group(rows: Tensor, bound: float) -> Tensor:
-    """Indices of the row with most others at a cosine of the bound or more, and of those; zero rows do not count."""
+    """Return the row with the most others at a cosine of at least the bound, and these others; ignore zero rows."""
     if not len(rows):
         return torch.empty(0, dtype=torch.long)
     norms = rows.norm(dim=1)
@@ -369,7 +374,7 @@ def _parallel(name: str, group: Tensor, count: int) -> Finding:
 
 
 def _ladder(call: _Call, group: Tensor) -> list[Finding]:
-    """Parallel rows that switch on at different places, among the client's own images."""
+    """Return a finding if parallel rows become active at different thresholds among the client's own images."""
     if call.outputs is None:
         return []
     patterns = (call.outputs[:, group] > 0).int()  # (N, group)
@@ -377,12 +382,14 @@ def _ladder(call: _Call, group: Tensor) -> list[Finding]:
     if len(sizes) < FEWEST_ROWS + 1:
         return []
     alone = sum(size == 1 for size in sizes)
-    sentence = f"{len(group)} parallel rows cut {len(patterns)} images into {len(sizes)} cells, {alone} with one image."
+    sentence = (
+        f"{len(group)} parallel rows divide {len(patterns)} images into {len(sizes)} cells, {alone} with one image."
+    )
     return [Finding("bias-ladder", call.name, "imprint", len(sizes) / len(patterns), sentence)]
 
 
 def _traps(name: str, rows: Tensor) -> Iterator[Finding]:
-    """Rows that are half negative with the same magnitudes as the other half, or nearly so."""
+    """Yield findings of rows whose negative half has the magnitudes of the positive half, or nearly so."""
     count, entries = rows.shape
     if not count:
         return
@@ -392,7 +399,7 @@ def _traps(name: str, rows: Tensor) -> Iterator[Finding]:
         yield Finding("mirrored-rows", name, "trap-weights", mirrored / count, sentence)
     norms = rows.norm(dim=1)
     balances = (rows.sum(1) / norms)[norms > 0].sort().values
-    balances = balances[balances.abs() < 0.2 * math.sqrt(entries)]  # beyond that a row is mostly of one sign
+    balances = balances[balances.abs() < 0.2 * math.sqrt(entries)]  # beyond this, most entries have the same sign
     for width in WINDOWS:
         inside = torch.searchsorted(balances, balances + width, right=True) - torch.arange(
             len(balances), device=rows.device
@@ -401,49 +408,49 @@ def _traps(name: str, rows: Tensor) -> Iterator[Finding]:
         if most >= FEWEST_ROWS and count * bdtrc(most - 1, count, width / 2) < CHANCE:
             sentence = (
                 f"the sum of a row over its norm is the same up to {width:g} in {most} of {count} rows; "
-                f"{count * width / 2:.1f} are expected at most."
+                f"at most {count * width / 2:.1f} are expected."
             )
             yield Finding("balanced-rows", name, "trap-weights", most / count, sentence)
             return
 
 
 def _mirrored(rows: Tensor) -> Tensor:
-    """(rows,) whether the sorted positive entries are the sorted negative ones times a constant."""
+    """Return (rows,) whether the sorted positive entries are the sorted negative ones times a constant."""
     half = rows.shape[1] // 2
     ordered = rows.sort(dim=1).values
-    negative, positive = -ordered[:, :half], ordered.flip(1)[:, :half]  # both from the largest magnitude down
+    negative, positive = -ordered[:, :half], ordered.flip(1)[:, :half]  # both in descending order of magnitude
     factor = (positive * negative).sum(1) / negative.square().sum(1).clamp_min(1e-30)
     rest = (positive - factor[:, None] * negative).norm(dim=1)
     mixed = (positive >= 0).all(1) & (negative >= 0).all(1) & (negative[:, 0] > 0)
-    spread = positive.std(1, correction=0) > 0.1 * positive.mean(1)  # of a row of +c and -c nothing can be said
+    spread = positive.std(1, correction=0) > 0.1 * positive.mean(1)  # rows of +c and -c only say nothing
     found: Tensor = mixed & spread & (rest < MIRROR * positive.norm(dim=1))
     return found
 
 
 def _single(name: str, owners: Tensor, check: str, what: str) -> list[Finding]:
-    """A finding if more rows have a single image than a spread of rates explains, and not always the same few images.
+    """Return a finding if too many rows belong to a single image each, and to three or more different images.
 
-    ``owners`` (images, rows) says which image a row has, where it has one alone.
+    ``owners`` (images, rows) is true for the only image of a row; all false for rows with several images, or none.
     """
     images, count = owners.shape
     found = int(owners.any(0).sum())
     too_many = found >= FEWEST_ROWS and bdtrc(found - 1, count, LOG_UNIFORM) < CHANCE
     if not too_many or int(owners.any(1).sum()) < FEWEST_IMAGES:
         return []
-    sentence = f"{found} of {count} rows {what} of {images}; {count * LOG_UNIFORM:.1f} are expected at most."
+    sentence = f"{found} of {count} rows {what} (of {images} images); at most {count * LOG_UNIFORM:.1f} are expected."
     return [Finding(check, name, "trap-weights", found / count, sentence)]
 
 
 def _alone(parts: Tensor) -> Tensor:
-    """(images, rows) whether an image has nearly all of a row of the parts (images, rows)."""
+    """Return (images, rows) whether an image makes up nearly all of a row of ``parts`` (images, rows)."""
     sizes = parts.abs()
     return sizes > ALONE * sizes.sum(0)
 
 
 def _isolated_by_differences(parts: Tensor) -> Sequence[int]:
-    """Images that the difference of two rows leaves alone, of rows with `SHARED` images or more: parts is (N, rows).
+    """Return the images that the difference of two rows isolates; ``parts`` is (N, rows).
 
-    Two honest rows agree on one image by chance, at times, but not on five.
+    Only rows with at least `SHARED` images count: two honest rows may agree on one image by chance, but not on five.
     """
     shared = parts[:, parts.ne(0).sum(0) >= SHARED].T  # (rows, N)
     found: set[int] = set()
