@@ -21,7 +21,7 @@ def sampled(noise, rate, steps):
 
 
 def exact_delta(noise, steps, eps):
-    """Of composed Gaussian mechanisms: Theorem 8 of Balle and Wang 2018, with mu = sqrt(steps) / noise."""
+    """Return δ of composed Gaussian mechanisms: Theorem 8 of Balle and Wang 2018, mu = sqrt(steps) / noise."""
     mu = math.sqrt(steps) / noise
     return norm.cdf(mu / 2 - eps / mu) - math.exp(eps + norm.logcdf(-mu / 2 - eps / mu))
 

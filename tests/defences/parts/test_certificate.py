@@ -32,7 +32,7 @@ def pictures(*shape, seed=0):
 
 
 def whole_jacobians(function, inputs):
-    """(N, features, pixels)."""
+    """Return the Jacobians (N, features, pixels) of all images."""
 
     def one(image):
         return function(image.unsqueeze(0)).squeeze(0)
@@ -85,7 +85,7 @@ def test_it_holds_for_a_linear_network_with_equality_in_the_worst_direction(seed
     clean = network[:2](images).detach()
     exact = {"rng": rng(), "tolerance": 1e-9, "max_steps": 2000}
     target = clean + torch.randn(clean.shape, generator=rng(seed), dtype=torch.float64)
-    nearest = (torch.linalg.pinv(matrix) @ (target - clean).T).norm(dim=0)  # of all X' with this r'
+    nearest = (torch.linalg.pinv(matrix) @ (target - clean).T).norm(dim=0)  # distance of the nearest X' with this r'
     assert bool((nearest >= certificate(network, "2", images, target, **exact) * (1 - 1e-3)).all())
     left, _, _ = torch.linalg.svd(matrix)
     worst = clean + 0.7 * left[:, 0]
@@ -94,7 +94,7 @@ def test_it_holds_for_a_linear_network_with_equality_in_the_worst_direction(seed
 
 
 def invert(network, images, target, steps=40):
-    """X' with f(X') = r', searched from X by steps of least length."""
+    """Search for X' with f(X') = r' from X, by least-squares steps."""
     guess = images.clone()
     for step in range(steps):
         left = target - network[:-1](guess)
@@ -104,13 +104,13 @@ def invert(network, images, target, steps=40):
 
 
 def ratios(strength, worst, seeds):
-    """Distance of actual inversions by the one certified, over networks and images where r' is reached."""
+    """Return the distances of actual inversions over the certified ones, for all images where r' was reached."""
     found = []
     for seed in seeds:
         network, images = curved_network(seed), pictures(8, 1, 4, 4, seed=seed)
         clean = network[:-1](images)
         direction = torch.randn(clean.shape, generator=rng(seed), dtype=torch.float64)
-        if worst:  # along which r moves most easily
+        if worst:  # the direction that f stretches most
             direction = torch.linalg.svd(whole_jacobians(network[:-1], images)).U[:, :, 0]
         target = (clean + strength * direction / direction.norm(dim=1, keepdim=True)).clamp(-0.95, 0.95)
         guess = invert(network, images, target)
@@ -133,11 +133,11 @@ def test_in_the_worst_direction_the_bound_is_met_nearby_and_missed_by_little_far
     assert bool(((near - 1).abs() < 5e-3).all())
     far = ratios(0.3, worst=True, seeds=range(4))
     assert len(far) >= 30
-    assert 0.8 < far.min() < 1  # the statement is of first order
+    assert 0.8 < far.min() < 1  # the bound holds to first order only
 
 
 def test_beyond_first_order_it_can_fail():
-    """f(x) = x^3 is steeper between X and X' than at X: the image is nearer than certified."""
+    """f(x) = x^3 is steeper between X and X' than at X, so the image is closer than certified."""
 
     class Cube(nn.Module):
         def forward(self, x):
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused():
     network, images = linear_network(), pictures(2, 1, 3, 4)
     with pytest.raises(ConfigError, match="Unknown layer 'fc'"):
         certificate(network, "fc", images, torch.zeros(2, 5), rng=rng())
-    with pytest.raises(ConfigError, match=r"perturbed must be of shape \(2, 5\), got \(2, 4\)"):
+    with pytest.raises(ConfigError, match=r"perturbed must have the shape \(2, 5\).*got \(2, 4\)"):
         certificate(network, "2", images, torch.zeros(2, 4), rng=rng())
     with pytest.raises(ConfigError, match="tolerance"):
         operator_norms(network, images, rng=rng(), tolerance=0.0)

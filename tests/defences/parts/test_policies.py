@@ -68,7 +68,7 @@ def test_the_search_sorts_by_privacy_those_that_keep_enough_accuracy(network, ba
 
 def test_bad_input(network, batch):
     rng = torch.Generator()
-    with pytest.raises(ConfigError, match="two images or more"):
+    with pytest.raises(ConfigError, match="at least two images"):
         search_policies(network, network, batch[:1], lambda p, i, r: i, candidates=1, rng=rng)
     with pytest.raises(ConfigError, match="at most the number"):
         search_policies(network, network, batch, lambda p, i, r: i, candidates=5, rng=rng, longest=1, operations=2)

@@ -1,4 +1,4 @@
-"""Operations on tensors against Pillow's on bytes."""
+"""Compare the operations on tensors with those of Pillow on bytes."""
 
 import numpy as np
 import pytest
@@ -58,8 +58,8 @@ def test_it_does_what_pillow_does(name, level, sign):
     ours = step(images, torch.tensor([sign]))
     theirs = from_pillow(PILLOW[name](to_pillow(images), step.strength, sign))
     off = (ours - theirs).abs()
-    assert off.median() <= 2.1 / 255  # bytes are rounded, and brightness is so twice
-    assert (off > 3 / 255).float().mean() < 0.03  # a few pixels at the border of what was turned out of the picture
+    assert off.median() <= 2.1 / 255  # bytes are rounded, and brightness twice
+    assert (off > 3 / 255).float().mean() < 0.03  # a few pixels at the edge of the rotated picture
 
 
 def test_every_image_has_its_own_sign():
@@ -106,7 +106,7 @@ def test_a_pixel_is_known_if_it_never_left_the_picture():
         known, shown = step.left(known, sign), step(shown, sign)
     for step, sign in reversed(steps):
         shown, known = step.undone(shown, known, sign)
-    columns = known[0, 0].all(0)  # 7 columns go out to the left; then 4 to the right, which are black by then
+    columns = known[0, 0].all(0)  # 7 columns leave to the left; then 4 to the right, which are black already
     assert torch.equal(columns, torch.arange(16) >= 7)
     assert torch.equal(known, columns.expand_as(known))
     assert torch.allclose(shown[..., columns], images[..., columns])
