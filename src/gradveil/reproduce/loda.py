@@ -1,4 +1,4 @@
-"""LODA (Wan et al. 2022): obscured images against pruning, Mixup and InstaHide, and the attacks that decode them."""
+"""LODA (Wan et al. 2022): obscured images compared with pruning, Mixup and InstaHide, and attacks that decode them."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,7 +33,7 @@ RIVALS = {
 }  # fmt: skip
 VARIANTS = {"LODA_1": ("first-5", 20.0), "LODA_2": ("all", 30.0), "LODA_3": ("last-5", 1.0)}
 
-# Accuracy; mean and least LPIPS, mean and greatest PSNR of plain inversion; the same of the attack that knows it.
+# Accuracy; "mean / lowest LPIPS, mean / highest PSNR" of plain inversion, and of the attack that knows the defence.
 CIFAR10 = {
     "no defence": (0.9520, "0.098 / 0.016, 16.61 / 20.78", "0.098 / 0.016, 16.61 / 20.78"),
     "GradPruning p=0.9": (0.9330, "0.224 / 0.074, 11.48 / 15.52", "0.224 / 0.074, 11.48 / 15.52"),
@@ -63,7 +63,7 @@ TABLE_7 = {
 }  # fmt: skip
 
 
-# --- the tables -------------------------------------------------------------------------------------------------------
+# --- Tables -----------------------------------------------------------------------------------------------------------
 
 
 def _comparison(lab: Lab, dataset: str, paper: Mapping[str, tuple[float, str, str]], *, adaptive: bool) -> Result:
@@ -82,26 +82,29 @@ def _comparison(lab: Lab, dataset: str, paper: Mapping[str, tuple[float, str, st
 def _notes(lab: Lab, *, adaptive: bool) -> list[str]:
     sizes = sizes_of(lab)
     notes = [
-        f"Attacked: {ATTACKED}, uniform initialisation, one encoded image a gradient, labels known (mixtures where "
-        f"they are), {sizes.iterations} steps of gs; {sizes.targets} private images. The paper names no network.",
-        "The weight of total variation is searched over the paper's grid on public images, which attackers who know "
-        "the defence hide first; the paper chose it by the private ones.",
+        f"Attacked: {ATTACKED}, uniform initialisation, one encoded image per gradient, labels known (mixed labels if "
+        f"the defence mixes), {sizes.iterations} steps of gs; {sizes.targets} private images. The paper does not "
+        "name its network.",
+        "The weight of total variation is chosen from the paper's grid on public images, which attackers who know the "
+        "defence first encode themselves; the paper chose it on the private images.",
         _learning(lab),
         EXTRACTOR_NOTE,
-        "A guess is compared with its private image; decoded images of Mixup and InstaHide are assigned, and of "
-        "mixtures that were not decoded each image has its nearest, which no attacker can choose.",
+        "A guess is compared with its private image. Decoded images of Mixup and InstaHide are matched to private "
+        "images one to one. Without decoding, each private image gets its nearest mixture, which no attacker can "
+        "choose.",
     ]
     if adaptive:
         notes.append(
-            f"Mixup and InstaHide are decoded by `unmix` from {sizes.rounds} encodings of {sizes.targets} images, with "
-            f"public test images; LODA by Eq. 6 from a grey image, {_eq_6(lab)}. A grey image alone has some 12 dB."
+            f"`unmix` decodes Mixup and InstaHide from {sizes.rounds} encodings of {sizes.targets} images, with public "
+            f"test images. LODA is decoded by Eq. 6 from a grey image, {_eq_6(lab)}. The grey image has about 12 dB."
         )
     return notes
 
 
 EXTRACTOR_NOTE = (
-    "LODA's extractor is a resnet20 trained on SVHN, for SVHN on CIFAR-10 (the paper: a ResNet18 trained on CIFAR-100, "
-    "for SVHN on its extra images); its starts are test images that nothing is measured on (the paper: CIFAR-100)."
+    "LODA's feature extractor is a resnet20 trained on SVHN, or on CIFAR-10 for SVHN (the paper: a ResNet18 trained on "
+    "CIFAR-100, or on SVHN's extra images for SVHN). LODA starts from test images that no measurement uses (the paper: "
+    "from CIFAR-100)."
 )
 
 
@@ -111,26 +114,26 @@ def _learning(lab: Lab) -> str:
 
 
 def _eq_6(lab: Lab) -> str:
-    return "c = 1" if lab.scale == "smoke" else "c and steps chosen on public images that the attacker obscured itself"
+    return "c = 1" if lab.scale == "smoke" else "c and steps chosen on public images that the attacker obscured"
 
 
 def table_1(lab: Lab) -> Result:
-    """Gradient inversion on CIFAR-10."""
+    """Compare the defences under gradient inversion on CIFAR-10."""
     return _comparison(lab, "cifar10", CIFAR10, adaptive=False)
 
 
 def table_2(lab: Lab) -> Result:
-    """Gradient inversion and decoding on CIFAR-10."""
+    """Compare the defences under gradient inversion and decoding on CIFAR-10."""
     return _comparison(lab, "cifar10", CIFAR10, adaptive=True)
 
 
 def table_3(lab: Lab) -> Result:
-    """Gradient inversion on SVHN."""
+    """Compare the defences under gradient inversion on SVHN."""
     return _comparison(lab, svhn(lab), SVHN, adaptive=False)
 
 
 def table_4(lab: Lab) -> Result:
-    """Gradient inversion and decoding on SVHN."""
+    """Compare the defences under gradient inversion and decoding on SVHN."""
     return _comparison(lab, svhn(lab), SVHN, adaptive=True)
 
 
@@ -146,7 +149,7 @@ def _weights(lab: Lab, name: str, paper: Mapping[int, tuple[float, float]], smal
         own = {"c": c, "accuracy": learned(lab, scene, spec), "paper_accuracy": accuracy}
         rows.append(own | figures | {"paper_psnr": psnr})
     lab.progress(1.0, "done")
-    notes = ["Privacy is that of the obscured images themselves: what a perfect gradient inversion would see."]
+    notes = ["Privacy is measured on the obscured images themselves, which a perfect gradient inversion would recover."]
     return Result(rows, [*notes, _learning(lab), EXTRACTOR_NOTE])
 
 
@@ -158,17 +161,17 @@ def _likeness(lab: Lab, scene: LodaScene, spec: str) -> list[dict[str, Any]]:
 
 
 def table_5(lab: Lab) -> Result:
-    """LODA_1 over its weight c."""
+    """Measure LODA_1 for several weights c."""
     return _weights(lab, "LODA_1", TABLE_5, (10, 20, 50, 100, 200))
 
 
 def table_6(lab: Lab) -> Result:
-    """LODA_2 over its weight c."""
+    """Measure LODA_2 for several weights c."""
     return _weights(lab, "LODA_2", TABLE_6, (10, 30, 100))
 
 
 def table_7(lab: Lab) -> Result:
-    """The same obscured images train other networks."""
+    """Train several networks on the same obscured images."""
     models = lab.pick(
         ("resnet20:width=4", "convnet:width=8"),
         ("resnet18:width=16", "resnet34:width=16", "convnet:width=32"),
@@ -182,14 +185,14 @@ def table_7(lab: Lab) -> Result:
     lab.progress(1.0, "done")
     sizes = sizes_of(lab)
     order = (
-        f"Accuracy after {sizes.epochs} epochs on {sizes.learn:,} images (the paper: all), one seed. The paper's "
-        "networks are ResNet18, ResNet34, VGG16 and DenseNet121."
+        f"Accuracy after {sizes.epochs} epochs on {sizes.learn:,} images (the paper: all images), one seed. The "
+        "paper's networks are ResNet18, ResNet34, VGG16 and DenseNet121."
     )
     return Result(rows, [order, EXTRACTOR_NOTE])
 
 
 def from_encodings(lab: Lab) -> Result:
-    """What decoders get from the encodings themselves, whatever becomes of gradient inversion."""
+    """Decode the encodings themselves, without gradient inversion."""
     scene, sizes = make_scene(lab, load_dataset("cifar10", lab.data_root)), sizes_of(lab)
     specs = {name: spec for name, spec in RIVALS.items() if spec.startswith(("mixup", "instahide"))}
     specs |= {"ATS 21-13-3": "ats:policy=21-13-3", "ATS 7-4-15": "ats:policy=7-4-15"}
@@ -200,15 +203,15 @@ def from_encodings(lab: Lab) -> Result:
         rows.append({"defence": name} | lab.once(("decoded", spec), partial(_decoded, lab, scene, spec)))
     lab.progress(1.0, "done")
     notes = [
-        "The attacker was given the encodings, as Carlini et al. were, and knew the defence and public test images, "
-        "not the coefficients, partners or signs. For LODA it learned a filter from public images.",
-        f"{sizes.targets} private CIFAR-10 images, mixed among themselves; a grey image has some 12 dB.",
+        "The attacker has the encodings, as Carlini et al. had, and knows the defence and public test images, but not "
+        "the coefficients, partners or signs. For LODA it learns a filter from public images.",
+        f"{sizes.targets} private CIFAR-10 images, mixed among themselves; a grey image has about 12 dB.",
     ]
     return Result(rows, notes)
 
 
 def _decoded(lab: Lab, scene: LodaScene, spec: str) -> dict[str, Any]:
-    """The figures of the encodings of one defence, and of what is decoded from them."""
+    """Score the encodings of one defence, and the images decoded from them."""
     defence, sizes = build_defence(spec), sizes_of(lab)
     rounds = sizes.rounds // sizes.targets if isinstance(defence, Mixup) else 1
     truth, seen = scene.private.images, shown(lab, scene, defence, rounds)
@@ -223,7 +226,7 @@ def _decoded(lab: Lab, scene: LodaScene, spec: str) -> dict[str, Any]:
 
 
 def figure_2(lab: Lab) -> Result:
-    """Pictures: private, and what the strongest attack gets under each defence; of LODA's that is a learned filter."""
+    """Draw private images and their reconstructions under each defence; LODA is decoded by a learned filter."""
     scene = make_scene(lab, load_dataset("cifar10", lab.data_root))
     specs = {name: RIVALS[name] for name in ("GradPruning p=0.99", "Mixup k=6", "InstaHide k=6")}
     specs["LODA_1"] = loda_spec(lab, scene, *VARIANTS["LODA_1"])
@@ -248,8 +251,8 @@ PAPER = Paper(
         "4": Experiment("Accuracy and privacy under gradient inversion and decoding, SVHN", table_4),
         "5": Experiment("The weight c of LODA_1", table_5),
         "6": Experiment("The weight c of LODA_2", table_6),
-        "7": Experiment("Obscured images train other networks", table_7),
-        "fig2": Experiment("Pictures of what comes back", figure_2),
-        "encodings": Experiment("Decoding from given encodings (ours)", from_encodings),
+        "7": Experiment("Other networks trained on obscured images", table_7),
+        "fig2": Experiment("Pictures of reconstructions", figure_2),
+        "encodings": Experiment("Decoding given encodings (ours)", from_encodings),
     },
 )
