@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gradveil.engines.simulation import Simulation
     from gradveil.federated.protocol import LocalSettings
     from gradveil.models import create_model
+    from gradveil.runs.api import attack, audit, score, train
     from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
     from gradveil.threat.observe import observe
     from gradveil.threat.received import received
@@ -36,12 +37,16 @@ _PLACES = {
     "ThreatModel": "threat",
     "TrainSettings": "config",
     "Update": "types",
+    "attack": "runs.api",
+    "audit": "runs.api",
     "build_attack": "attacks",
     "build_defence": "defences",
     "create_model": "models",
     "load_dataset": "data",
     "observe": "threat.observe",
     "received": "threat.received",
+    "score": "runs.api",
+    "train": "runs.api",
 }
 """The module below gradveil that each public name lives in."""
 
@@ -61,12 +66,16 @@ __all__ = [
     "ThreatModel",
     "TrainSettings",
     "Update",
+    "attack",
+    "audit",
     "build_attack",
     "build_defence",
     "create_model",
     "load_dataset",
     "observe",
     "received",
+    "score",
+    "train",
 ]
 
 

@@ -149,7 +149,9 @@ def absolute_spec(spec: str) -> str:
 
 
 def absolute_dataset(text: str) -> str:
-    """A data set's text, a file or folder of the user's named from the root."""
+    """Return a data set's text with an absolute path, if it names a file or folder of the user's."""
+    if ".py:" in text:
+        return absolute_spec(text)
     path, separator, rest = text.partition(":")
     is_path = "/" in path or path.endswith(".npz")
     return absolute_path(path) + separator + rest if is_path else text

@@ -4,11 +4,8 @@ A component is written ``name:key=value,key=value`` on the command line, in TOML
 `build` turns that text into the object. The user's own come as ``path/file.py:Name:key=value``.
 """
 
-import contextlib
 import dataclasses
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import re
 import sys
@@ -21,8 +18,10 @@ from typing import Any, ClassVar, TypeVar
 from gradveil.catalogue import FOLDERS as FOLDERS  # users look for it here
 from gradveil.catalogue import catalogue, kebab
 from gradveil.errors import ConfigError, GradveilError, UnknownNameError
+from gradveil.own import OWN, is_own, reference_to
+from gradveil.own import load_own as load_own
+from gradveil.own import own_files as own_files
 from gradveil.source import module_path
-from gradveil.validate import is_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +44,17 @@ class Component:
     @property
     def spec(self) -> str:
         """The text that builds this component again, with the settings that differ from the default."""
-        settings = [
+        cls, module = type(self), sys.modules[type(self).__module__]
+        own = f"{module.__file__}:{cls.__name__}" if module.__name__.startswith(OWN) else self.name
+        return ":".join(filter(None, (own, self._settings())))
+
+    def _settings(self) -> str:
+        """Return the settings that differ from the default, as ``key=value,key=value``."""
+        return ",".join(
             f"{field.name}={_text(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if field.init and getattr(self, field.name) != field.default
-        ]
-        cls, module = type(self), sys.modules[type(self).__module__]
-        own = f"{module.__file__}:{cls.__name__}" if module.__name__.startswith("gradveil_own_") else self.name
-        return ":".join([own, ",".join(settings)] if settings else [own])
+        )
 
 
 C = TypeVar("C", bound=Component)
@@ -146,10 +148,32 @@ def build(base: type[C], spec: str) -> C:
     """Build a component from its text; unknown names and settings, and values of the wrong type, are errors."""
     name, settings = parse_spec(spec)
     kind = base.kind.removesuffix("s")
-    cls = load_own(name) if ".py:" in name else find(base.kind, name)
+    cls = load_own(name) if is_own(name) else find(base.kind, name)
     if not (inspect.isclass(cls) and issubclass(cls, base)):
         raise ConfigError(f"{name!r} must be a subclass of gradveil's {base.__name__} to serve as {kind}, got {cls!r}.")
     return cls(**convert(cls, settings, owner=f"{kind} {name!r}"))
+
+
+def spec_of(component: Component) -> str:
+    """Return a text that builds an equal component, also if its class is defined outside of the package.
+
+    In addition to `Component.spec` it makes sure that the class is found: by its file, or by its name in this process
+    (see `gradveil.own.reference_to`).
+    """
+    cls = type(component)
+    if cls.__module__.startswith(("gradveil.", OWN)):
+        return component.spec
+    text = ":".join(filter(None, (reference_to(cls), component._settings())))
+    reference, settings = parse_spec(text)
+    built = load_own(reference)(**convert(cls, settings, owner=cls.__name__))
+    for field in dataclasses.fields(component):
+        value = getattr(component, field.name)
+        if field.init and getattr(built, field.name) != value:
+            raise ConfigError(
+                f"Settings of {cls.__name__} must be numbers, texts, true, false, none or tuples of these, "
+                f"got {field.name}={value!r}, which can't be written as text."
+            )
+    return text
 
 
 def convert(cls: type[Any], settings: Mapping[str, object], owner: str) -> dict[str, Any]:
@@ -167,46 +191,6 @@ def convert(cls: type[Any], settings: Mapping[str, object], owner: str) -> dict[
             wanted = getattr(hints[field], "__name__", str(hints[field]))
             raise ConfigError(f"Setting {key} of {owner} must be of type {wanted}, got {value!r}.") from error
     return values
-
-
-def own_files(spec: str) -> list[str]:
-    """The user's files that a spec names: Python files, and safetensors among the settings.
-
-    Example:
-        >>> own_files("none+my/idea.py:Mine:x=1+other.py:Other")
-        ['my/idea.py', 'other.py']
-        >>> own_files("ggl:generator=digits.safetensors,kl=0.1")
-        ['digits.safetensors']
-        >>> own_files("loda:extractor=nets/mine.py:factory,c=20")
-        ['nets/mine.py']
-    """
-    return re.findall(r"(?:^|[+=])([^+=,]+?\.(?:py(?=:)|safetensors(?=[,+]|$)))", spec)
-
-
-def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file holds
-    """The object ``Name`` of the user's file, from ``path/file.py:Name``. Runs that file, as importing it would."""
-    path_text, _, attribute = reference.rpartition(":")
-    path = Path(path_text).expanduser().resolve()
-    if not is_file(path):
-        raise ConfigError(f"{path_text!r} must be a Python file that exists, got no such file.")
-    module_name = f"gradveil_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    module = sys.modules.get(module_name)
-    if module is None:
-        module_spec = importlib.util.spec_from_file_location(module_name, path)
-        if module_spec is None or module_spec.loader is None:
-            raise ConfigError(f"{path_text!r} can't be imported as a Python module.")
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[module_name] = module
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout carries results only
-                module_spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            del sys.modules[module_name]
-            raise ConfigError(f"{path_text!r} failed when imported: {type(error).__name__}: {error}.") from error
-    if not hasattr(module, attribute):
-        public = [name for name in vars(module) if not name.startswith("_")]
-        raise UnknownNameError(f"name in {path_text}", attribute, public)
-    return getattr(module, attribute)
 
 
 def _value(value: object, hint: object) -> object:

@@ -40,7 +40,7 @@ def test_a_run_without_a_folder_gets_one_below_runs(gradveil, arguments, tmp_pat
     assert (out / "rows.jsonl").exists()
     again = gradveil(*arguments[:-2], "--resume")
     assert again.code == 2
-    assert "got no --out" in again.err
+    assert "Add --out" in again.err
 
 
 def test_the_table_has_a_line_for_each_defence_and_attack_and_ends_with_the_page(gradveil, arguments, tmp_path):

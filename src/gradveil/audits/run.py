@@ -52,6 +52,15 @@ class AuditResult:
     note: str
     report: Path
 
+    def __repr__(self) -> str:
+        failed = f", failed={len(self.failed)}" if self.failed else ""
+        return f"AuditResult(rows={len(self.rows)}{failed}, report={str(self.report)!r})"
+
+    def _repr_html_(self) -> str:
+        from gradveil.report.notebook import audit_html
+
+        return audit_html(self.out, self.report)
+
 
 def audit(
     settings: AuditSettings,

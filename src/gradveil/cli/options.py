@@ -2,9 +2,7 @@
 
 import dataclasses
 import inspect
-import os
-from collections.abc import Callable, Mapping
-from datetime import datetime
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from gradveil.cli.display import DataRoot, Json
-from gradveil.config import read_settings
-from gradveil.errors import ConfigError, RunFolderError
 from gradveil.source import ClassSource, Field, Unclear
 
 NEW = " By default a new folder below runs, named by the time."
@@ -86,25 +82,3 @@ def _default(value: object) -> object:
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     return "none" if value == "" else value
-
-
-def fresh_folder(resume: bool) -> Path:
-    """Return a new folder for an audit that was not given one."""
-    if resume:
-        raise ConfigError("--resume continues a run, got no folder. Add --out with the folder of that run.")
-    return Path("runs") / f"audit-{datetime.now():%Y%m%d-%H%M%S-%f}"
-
-
-def given_settings(
-    kind: str, options: Mapping[str, Any], config: Path | None, out: Path, resume: bool
-) -> dict[str, Any]:
-    """Return the settings of a run: those it was started with, those of --config, then the options; later ones win."""
-    given = {key: value for key, value in options.items() if value is not None}
-    saved = read_settings(out / "settings.toml") if resume and os.path.exists(out / "settings.toml") else {}
-    if resume and not (saved or given or config):
-        raise ConfigError(f"--resume alone needs a run in {out}, got none there. Check --out, or give the settings.")
-    if saved and ("kind" in saved) != (kind == "audit"):
-        raise RunFolderError(
-            f"{out} must hold a run of gradveil {kind} to continue, got another kind of run. Choose another --out."
-        )
-    return {**saved, **(read_settings(config) if config else {}), **given}

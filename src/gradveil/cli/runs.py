@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from gradveil.cli.display import DataRoot, Json, bar, print_json, show
-from gradveil.cli.options import Seed, Workers, fresh_folder, given_settings
+from gradveil.cli.options import Seed, Workers
 from gradveil.config import make_train_settings, read_settings, with_absolute_paths
+from gradveil.runs.given import fresh_folder, given_settings
 
 
 def train_command(
@@ -81,7 +82,7 @@ def audit_command(
     from gradveil.cli.tables import audit_table, membership_table
     from gradveil.report.summary import membership, summarise, utility
 
-    out = out or fresh_folder(resume)
+    out = out or fresh_folder("audit", resume)
     settings = make_audit_settings(given_settings("audit", options, config, out, resume))
     with bar("cells") as move, contextlib.redirect_stdout(sys.stderr):
         result = audit(settings, out, resume=resume, workers=workers, data_root=data_root, progress=move)

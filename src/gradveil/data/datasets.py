@@ -15,6 +15,7 @@ from gradveil.data.checks import Expected
 from gradveil.data.download import RemoteFile
 from gradveil.data.own import OwnArrays, read_folder, read_npz
 from gradveil.errors import ConfigError, DataError
+from gradveil.own import ADOPTED, is_own
 from gradveil.validate import in_range
 
 
@@ -158,13 +159,15 @@ def load_dataset(spec: str, root: str | Path | None = None) -> Dataset:
         DataError: a file is missing, corrupt or does not fit.
     """
     place, spec = data_root(root), spec.strip()
+    if isinstance(adopted := ADOPTED.get(spec), Dataset):
+        return adopted
     match = re.fullmatch(r"(?P<path>.+?)(?::(?P<settings>[A-Za-z_][\w-]*=.*))?", spec, flags=re.DOTALL)
     if match is None:
         raise ConfigError(
             "A data set must be a name, an .npz file or a folder, got nothing. See `gradveil list datasets`."
         )
     path, settings = match["path"], match["settings"] or ""
-    named = ".py:" in path or path in registry.names("datasets")
+    named = is_own(path) or path in registry.names("datasets")
     try:
         if path.lower().endswith(".npz"):
             if settings:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gradveil.errors import ConfigError
+from gradveil.own import is_own, load_own
 from gradveil.randomness import global_stream
-from gradveil.registry import Component, build, load_own, parse_spec
+from gradveil.registry import Component, build, parse_spec
 from gradveil.validate import in_range, one_of
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -163,7 +164,7 @@ def create_model(
             f"Normalisation must have one number for each of the {shape[0]} channels, got {len(normalisation.mean)}."
         )
     with global_stream(seed, "model"):
-        if ".py:" in spec:
+        if is_own(parse_spec(spec)[0]):
             network = _create_own(spec, shape, num_classes)
         else:
             network = _create_component(spec, shape, num_classes)

@@ -1,4 +1,4 @@
-"""A federated training run with a folder: rows, checkpoints, saved updates, curves and a page to look at."""
+"""A federated training with a folder: rows, checkpoints, saved updates, curves and a page."""
 
 import time
 from dataclasses import dataclass
@@ -10,19 +10,23 @@ from gradveil.engines.run_folder import RunFolder
 from gradveil.engines.simulation import Simulation
 from gradveil.engines.training import Progress, record
 from gradveil.report.curves import draw_curves
+from gradveil.report.notebook import file_html, link_html, table_html
 from gradveil.report.training import write_page
+
+SHOWN = 5
+"""Rounds that a notebook shows, the last ones."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run ended with.
+    """Result of a training; a notebook shows it as a table with the curves.
 
     Attributes:
         out: the run's folder.
-        rows: one a round.
-        clients: one a client, at the end.
-        seconds: of this call, set-up included.
-        note: what the data set says of itself.
+        rows: one row per round.
+        clients: one row per client, after the last round.
+        seconds: duration of this call, set-up included.
+        note: what is special about this copy of the data set, or "".
     """
 
     out: Path
@@ -30,6 +34,26 @@ class TrainResult:
     clients: list[dict[str, Any]]
     seconds: float
     note: str
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the test images that the final model recognises."""
+        return float(self.rows[-1]["accuracy"])
+
+    @property
+    def report(self) -> Path:
+        """The page to look at."""
+        return self.out / "report.html"
+
+    def __repr__(self) -> str:
+        return (
+            f"TrainResult(rounds={self.rows[-1]['round']}, accuracy={self.accuracy:.2%}, report={str(self.report)!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        head = f"<p><strong>gradveil train</strong>: {self.accuracy:.2%} of the test images are recognised.</p>"
+        table = table_html(self.rows[-SHOWN:], ("round", "accuracy", "accuracy_sensitive", "loss", "seconds"))
+        return head + file_html(self.out / "curves.png", "accuracy and loss", 300) + table + link_html(self.report)
 
 
 def train(
@@ -41,10 +65,10 @@ def train(
     data_root: Path | None = None,
     progress: Progress = lambda done, row, doing: None,
 ) -> TrainResult:
-    """Train a federated model and leave everything in ``out``; goes on with the run there if ``resume``.
+    """Train a federated model and save everything in ``out``; continue the run there if ``resume``.
 
-    Same settings, same bits: in the weights, and in the rows but for ``seconds``, whether or not the run was killed
-    and resumed on its way, and however many workers it had.
+    The same settings give the same bits in the weights and in all of the rows but ``seconds``, whether or not the run
+    was killed and resumed, and with any number of workers.
     """
     started = time.perf_counter()
     with (

@@ -1,6 +1,7 @@
 """What goes with updates that were saved as files: a TOML file that says what is known of them."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,17 @@ class UpdateSpec:
 
 
 def read_spec(path: Path) -> UpdateSpec:
-    """The specification in a TOML file, resolved; an unknown key is an error with a did-you-mean."""
-    values = convert(UpdateSpec, read_settings(path), owner="the specification")
+    """Return the specification in a TOML file, resolved; an unknown key is an error with a did-you-mean."""
+    return make_spec(read_settings(path), str(path))
+
+
+def make_spec(given: Mapping[str, object], source: str) -> UpdateSpec:
+    """Return the specification with these values, resolved; ``source`` tells in errors where they are from."""
+    values = convert(UpdateSpec, given, owner="the specification")
     needed = [field.name for field in dataclasses.fields(UpdateSpec) if field.default is dataclasses.MISSING]
     lacking = [name for name in needed if name not in values]
     if lacking:
-        raise ConfigError(f"{path} must state {', '.join(needed)}, got no {' and no '.join(lacking)}.")
+        raise ConfigError(
+            f"{source} must state {', '.join(needed)}, got no {' and no '.join(lacking)}. Add {' and '.join(lacking)}."
+        )
     return UpdateSpec(**values).resolved()

@@ -1,0 +1,106 @@
+"""The user's own components: from a file ``path/file.py:Name``, or defined in this session and known by a name.
+
+A class or function without a file of its own, such as one defined in a notebook, can be adopted: then this process
+finds it by a name, as it finds those of the package. Worker processes can't.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gradveil.catalogue import FOLDERS, catalogue, kebab
+from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.validate import is_file
+
+OWN = "gradveil_own_"
+"""How the names of modules begin that were loaded from users' files."""
+_adopted: dict[str, Any] = {}
+ADOPTED: Mapping[str, Any] = MappingProxyType(_adopted)
+"""Things that this process knows by a name, see `adopt`."""
+
+
+def is_own(reference: str) -> bool:
+    """Return whether a reference names something of the user's: ``file.py:Name``, or an adopted name."""
+    return ".py:" in reference or reference in _adopted
+
+
+def adopt(name: str, thing: object) -> str:
+    """Let `load_own` find a thing by a name in this process; return the name. A thing adopted later replaces it.
+
+    Raises:
+        ConfigError: a component of the package has this name.
+    """
+    taken = [kind for kind in FOLDERS if name in catalogue(kind).entries]
+    if taken:
+        raise ConfigError(
+            f"Your own component must have a name of its own, got {name!r}, which is one of gradveil's {taken[0]}. "
+            'Rename the class, or give it a class attribute: name = "mine".'
+        )
+    _adopted[name] = thing
+    return name
+
+
+def reference_to(thing: Any) -> str:  # noqa: ANN401 - a class or function of the user's
+    """Return a text from which `load_own` gets a class or function: ``file.py:Name`` if it has a file, or its name.
+
+    A script that is being run is no such file, because loading it would run it again.
+    """
+    module, name = sys.modules.get(thing.__module__), thing.__qualname__
+    path = getattr(module, "__file__", None)
+    if path and path.endswith(".py") and thing.__module__ != "__main__" and getattr(module, name, None) is thing:
+        reference = f"{Path(path).resolve()}:{name}"
+        with contextlib.suppress(ConfigError):  # it may need its package, or do without a second copy of its module
+            load_own(reference)
+            return reference
+    return adopt(getattr(thing, "name", None) or kebab(thing.__name__), thing)
+
+
+def own_files(spec: str) -> list[str]:
+    """Return the user's files that a spec names: Python files, and safetensors among the settings.
+
+    Example:
+        >>> own_files("none+my/idea.py:Mine:x=1+other.py:Other")
+        ['my/idea.py', 'other.py']
+        >>> own_files("ggl:generator=digits.safetensors,kl=0.1")
+        ['digits.safetensors']
+        >>> own_files("loda:extractor=nets/mine.py:factory,c=20")
+        ['nets/mine.py']
+    """
+    return re.findall(r"(?:^|[+=])([^+=,]+?\.(?:py(?=:)|safetensors(?=[,+]|$)))", spec)
+
+
+def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file holds
+    """Return the object ``Name`` of the user's file ``path/file.py:Name``, or what was adopted under this name.
+
+    The file is run once, as importing it would.
+    """
+    if reference in _adopted:
+        return _adopted[reference]
+    path_text, _, attribute = reference.rpartition(":")
+    path = Path(path_text).expanduser().resolve()
+    if not is_file(path):
+        raise ConfigError(f"{path_text!r} must be a Python file that exists, got no such file. Check the path.")
+    module_name = f"{OWN}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        module_spec = importlib.util.spec_from_file_location(module_name, path)
+        if module_spec is None or module_spec.loader is None:
+            raise ConfigError(f"{path_text!r} can't be imported as a Python module.")
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_name] = module
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout carries results only
+                module_spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            del sys.modules[module_name]
+            raise ConfigError(f"{path_text!r} failed when imported: {type(error).__name__}: {error}.") from error
+    if not hasattr(module, attribute):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise UnknownNameError(f"name in {path_text}", attribute, public)
+    return getattr(module, attribute)

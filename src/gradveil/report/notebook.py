@@ -1,0 +1,78 @@
+"""Results as a notebook shows them: small pieces of HTML with a table, pictures and a link to the page."""
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from gradveil.report.audit_folder import read_audit
+from gradveil.report.headline import headline
+from gradveil.report.sheets import png, read_gallery
+from gradveil.report.summary import summarise, utility
+
+PICTURES = 8
+"""Lines of pictures that a notebook shows at most."""
+PIXELS = 48
+"""Height of a picture in a notebook."""
+
+
+def table_html(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """Return a table with the columns that any row has a value for."""
+    rows = list(rows)
+    used = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in used)
+    body = "".join("<tr>" + "".join(f"<td>{cell(name, row.get(name))}</td>" for name in used) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def cell(name: str, value: object) -> str:
+    """Return a value as a table shows it: accuracies in per cent, other numbers with four digits.
+
+    Example:
+        >>> cell("accuracy", 0.5), cell("psnr", 12.3456), cell("why", "<none>"), cell("ssim", None)
+        ('50.0%', '12.35', '&lt;none&gt;', '–')
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.1%}" if name.startswith("accuracy") else f"{value:.4g}"
+    return escape(str(value))
+
+
+def picture_html(data: str, alt: str, height: int = PIXELS) -> str:
+    """Return an image element for a PNG in base64."""
+    style = f"height:{height}px;image-rendering:pixelated;margin:1px 0"
+    return f'<img alt="{escape(alt)}" style="{style}" src="data:image/png;base64,{data}">'
+
+
+def file_html(path: Path, alt: str, height: int) -> str:
+    """Return an image element for a PNG file, or "" if there is none."""
+    return picture_html(base64.b64encode(path.read_bytes()).decode(), alt, height) if path.is_file() else ""
+
+
+def link_html(path: Path) -> str:
+    """Return a link to a file."""
+    place = path.resolve()
+    return f'<p><a href="{escape(place.as_uri())}" target="_blank">{escape(str(path))}</a></p>'
+
+
+def audit_html(folder: Path, page: Path) -> str:
+    """Return an audit for a notebook: the headline, the summary, the pictures of the first lines, and a link."""
+    audit = read_audit(folder)
+    gallery = read_gallery(audit)
+    summary, costs = summarise(audit.rows), {cost["defence"]: cost for cost in utility(audit.rows)}
+    lines = [{**line, "accuracy": costs.get(line["defence"], {}).get("accuracy")} for line in summary]
+    columns = ("defence", "attack", "adaptive", "psnr", "psnr_worst", "ssim", "recognisable", "n", "accuracy")
+    pictures = [("private images", png(gallery.truth))] if gallery.columns else []
+    for line in gallery.lines[:PICTURES]:
+        name = f"{line.defence}, {line.attack}{', adaptive' * line.adaptive}"
+        pictures.append((name, png(line.frames[-1:], line.guessed)))
+    shown = "".join(f"<tr><td>{escape(name)}</td><td>{picture_html(data, name)}</td></tr>" for name, data in pictures)
+    table = table_html(lines or costs.values(), columns)
+    title = f"{audit.settings.get('model', '')} on {audit.settings.get('dataset', '')}"
+    said = escape(headline(audit.rows, images=audit.images))
+    top = f"<p><strong>gradveil audit: {escape(title)}</strong></p><p>{said}</p>"
+    return f"{top}{table}<table><tbody>{shown}</tbody></table>{link_html(page)}"
