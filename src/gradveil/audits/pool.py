@@ -24,6 +24,7 @@ from gradveil.audits.cells import failed_rows, run_cell
 from gradveil.audits.plan import Cell, Rows
 from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset, load_dataset
+from gradveil.data.pixels import to_unit
 from gradveil.progress import listening, tell
 from gradveil.report.pictures import lines_png
 from gradveil.storage import load_tensors, to_safetensors, write_atomic
@@ -75,7 +76,7 @@ def _save(cell: Cell, rows: Rows, pictures: dict[str, Tensor], out: Path) -> Row
     if pictures:
         write_atomic(out / "cells" / f"{cell.name}.safetensors", to_safetensors(pictures))
         truth = load_tensors(out / "truth.safetensors")["images"][cell.first : cell.last]
-        lines = [images.flatten(0, 1).double() / 255 for images in (truth, pictures["images"])]
+        lines = [to_unit(images.flatten(0, 1)) for images in (truth, pictures["images"])]
         slug = re.sub(r"[^A-Za-z0-9.=]+", "-", f"{cell.defence} {cell.attack} {'adaptive' * cell.adaptive}").strip("-")
         write_atomic(out / "images" / f"{cell.name}-{slug[:80]}.png", lines_png(lines))
     write_atomic(out / "cells" / f"{cell.name}.json", json.dumps(rows, allow_nan=False).encode())

@@ -15,6 +15,7 @@ from gradveil.audits.plan import Cell, Rows, facts_of, finite
 from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.auxiliary import image_keys, joined
+from gradveil.data.pixels import to_batch, to_bytes, to_unit
 from gradveil.defences import Budget, Defence, build_defence
 from gradveil.engines.devices import local_settings, make_network
 from gradveil.engines.simulation import chosen_normalisation, usable_device
@@ -155,8 +156,7 @@ def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, def
         split, chosen = dataset.test, _nobodys(dataset)[-PUBLIC:]
         if not len(chosen):
             raise ConfigError("Public images must be none of the private ones, got a test set of such. Give --aux.")
-    images, labels = _images(split.images[chosen]), torch.from_numpy(split.labels[chosen])
-    return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool))
+    return to_batch(split.images[chosen], split.labels[chosen])
 
 
 def _nobodys(dataset: Dataset) -> np.ndarray:
@@ -187,13 +187,12 @@ def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:
 def _public(dataset: Dataset, device: torch.device) -> Batch:
     """Test images, which are nobody's private ones."""
     free = _nobodys(dataset)[:PUBLIC]
-    images, labels = _images(dataset.test.images[free]), torch.from_numpy(dataset.test.labels[free])
-    return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool)).to(device)
+    return to_batch(dataset.test.images[free], dataset.test.labels[free]).to(device)
 
 
 def _class_averages(dataset: Dataset, device: torch.device) -> Tensor:
     """(classes, C, H, W): the mean test image of each class; of all where a class has none."""
-    images, labels = _images(dataset.test.images), torch.from_numpy(dataset.test.labels)
+    images, labels = to_unit(dataset.test.images), torch.from_numpy(dataset.test.labels)
     means = [images[labels == c] if bool((labels == c).any()) else images for c in range(dataset.num_classes)]
     return torch.stack([some.mean(0) for some in means]).to(device)
 
@@ -240,16 +239,12 @@ def _pictures(truth: Tensor, guess: Tensor, result: Reconstruction) -> dict[str,
     ways = [torch.stack([align(*pair) for pair in zip(truth, step, strict=True)]) for step in steps[:-1]]
     iterates = torch.stack([*ways, guess]) if len(steps) else steps
     return {
-        "images": _bytes(guess),
+        "images": to_bytes(guess),
         "guessed": guess.flatten(2).isfinite().all(2).to(torch.uint8),
-        "iterates": _bytes(iterates),
+        "iterates": to_bytes(iterates),
         "labels": result.labels.cpu(),
         "steps": torch.tensor(result.steps, dtype=torch.int64),
     }
-
-
-def _bytes(images: Tensor) -> Tensor:
-    return (images.nan_to_num(0.5).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def private_batches(settings: AuditSettings, dataset: Dataset) -> list[Batch]:
@@ -260,12 +255,6 @@ def private_batches(settings: AuditSettings, dataset: Dataset) -> list[Batch]:
             f"targets times images must be at most the {there:,} training images, got {wanted:,}. Lower --targets."
         )
     order = np.random.default_rng(derive_seed(settings.seed, "targets")).permutation(there)[:wanted]
-    images, labels = _images(dataset.train.images[order]), torch.from_numpy(dataset.train.labels[order])
-    marks = torch.ones(wanted, dtype=torch.bool)  # whoever is attacked would have marked it
-    whole = Batch(images, labels, marks)
+    marks = np.ones(wanted, bool)  # whoever is attacked would have marked it
+    whole = to_batch(dataset.train.images[order], dataset.train.labels[order], marks)
     return [whole[slice(start, start + settings.images)] for start in range(0, wanted, settings.images)]
-
-
-def _images(pixels: np.ndarray) -> Tensor:
-    images = torch.from_numpy(np.ascontiguousarray(pixels))
-    return images.float() / 255 if images.dtype == torch.uint8 else images

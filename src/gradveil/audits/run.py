@@ -19,6 +19,7 @@ from gradveil.audits.privacy import LATER, private_batches, refuse_known
 from gradveil.audits.settings import AuditSettings, make_audit_settings
 from gradveil.config import read_settings, to_toml
 from gradveil.data import Dataset, load_dataset
+from gradveil.data.pixels import to_bytes
 from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
 from gradveil.engines.simulation import num_workers, usable_device
 from gradveil.errors import DataError, RunFolderError
@@ -141,7 +142,7 @@ def _begin(
     write_atomic(folder.path / "plan.json", json.dumps(document, indent=1).encode())
     images = torch.stack([batch.images for batch in private])
     truth = {
-        "images": (images * 255).round().to(torch.uint8),
+        "images": to_bytes(images),
         "labels": torch.stack([batch.labels for batch in private]),
     }
     save_tensors(folder.path / "truth.safetensors", truth)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradveil.data.datasets import Dataset, Split
+from gradveil.data.pixels import to_bytes, to_unit
 from gradveil.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ def joined(dataset: Dataset, aux: Dataset, *, labelled: bool = True) -> Split:
         )
     images = [dataset.train.images, aux.train.images]
     if images[0].dtype != images[1].dtype:
-        images = [part if part.dtype == np.float32 else part.astype(np.float32) / 255 for part in images]
+        images = [to_unit(part).numpy() for part in images]
     return Split(np.concatenate(images), np.concatenate([dataset.train.labels, aux.train.labels]))
 
 
@@ -67,13 +68,11 @@ def placed(private: Sequence[np.ndarray], guards: Sequence[np.ndarray], early: S
 
 def image_keys(images: np.ndarray) -> np.ndarray:
     """(N,) int64 a key of each image (N, C, H, W), the same for the same pixels, whatever their type."""
-    whole = images if images.dtype == np.uint8 else np.rint(images * 255).astype(np.uint8)
+    whole = to_bytes(images).numpy()
     digests = [hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in whole]
     return np.frombuffer(b"".join(digests), dtype="<i8").copy()
 
 
 def _pixels(train: Split, indices: np.ndarray) -> list[bytes]:
     """Each image as bytes, whatever the type of the pixels."""
-    images = train.images[indices]
-    whole = images if images.dtype == np.uint8 else np.rint(images * 255).astype(np.uint8)
-    return [image.tobytes() for image in whole]
+    return [image.tobytes() for image in to_bytes(train.images[indices]).numpy()]

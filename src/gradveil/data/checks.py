@@ -30,7 +30,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Finding:
+class FileCheck:
     """What `verify` found about one file.
 
     Attributes:
@@ -45,24 +45,24 @@ class Finding:
     detail: str
 
 
-def verify(named: "NamedSet", root: Path) -> list[Finding]:
+def verify(named: "NamedSet", root: Path) -> list[FileCheck]:
     """Check every file that a named set needs below ``root``; fetches and changes nothing."""
     return [_examine(expected) for expected in named.expected(root)]
 
 
-def _examine(expected: Expected) -> Finding:
+def _examine(expected: Expected) -> FileCheck:
     path = expected.path
     if not path.exists():
         published = f", md5 {expected.md5}" if expected.md5 else ""
-        return Finding(path, "missing", f"not there{published}")
+        return FileCheck(path, "missing", f"not there{published}")
     try:
         if expected.md5 is not None:
             found = md5_of(path)
             if found == expected.md5:
-                return Finding(path, "ok", f"md5 {found} as published")
+                return FileCheck(path, "ok", f"md5 {found} as published")
             detail = f"md5 is {found}, published is {expected.md5}; delete it to have it fetched again"
-            return Finding(path, "corrupt", detail)
+            return FileCheck(path, "corrupt", detail)
         held = f"holds {expected.count(path):,}; " if expected.count else ""
     except (DataError, OSError) as error:
-        return Finding(path, "corrupt", str(error))
-    return Finding(path, "unchecked", f"{held}{NOT_PUBLISHED}")
+        return FileCheck(path, "corrupt", str(error))
+    return FileCheck(path, "unchecked", f"{held}{NOT_PUBLISHED}")

@@ -1,17 +1,17 @@
 """A data set dealt to clients: who holds which images, and which of them are sensitive."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gradveil.data.auxiliary import dealt, joined, placed, refuse_overlap
 from gradveil.data.datasets import Dataset, Split
 from gradveil.data.partition import Partition, mark_sensitive
+from gradveil.data.pixels import to_batch
 from gradveil.errors import ConfigError
 from gradveil.randomness import derive_seed
 from gradveil.registry import build
@@ -154,11 +154,5 @@ def federate(
 
 
 def _batch(split: Split, indices: np.ndarray, sensitive: np.ndarray) -> Batch:
-    images = torch.from_numpy(split.images[indices])
-    return Batch(_to_float(images), torch.from_numpy(split.labels[indices]), torch.from_numpy(np.array(sensitive)))
-
-
-def _to_float(images: Tensor) -> Tensor:
-    """Images in [0, 1], channels last in memory."""
-    scaled = images.float().div_(255) if images.dtype == torch.uint8 else images
-    return scaled.to(memory_format=torch.channels_last)
+    batch = to_batch(split.images[indices], split.labels[indices], np.array(sensitive))
+    return replace(batch, images=batch.images.to(memory_format=torch.channels_last))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from gradveil.config import setting, to_toml
 from gradveil.data import Dataset, Split
 from gradveil.data.auxiliary import image_keys
+from gradveil.data.pixels import to_batch
 from gradveil.errors import ConfigError, DivergedError, RunFolderError
 from gradveil.generators.base import KEYS, Generator, Latent
 from gradveil.generators.dcgan import levels
@@ -142,9 +142,8 @@ class _Duel:
         """One step of each; returns figures."""
         rng, size = stream(self._settings.seed, "generator", number), self._settings.batch_size
         chosen = torch.randint(len(split), (size,), generator=rng).numpy()
-        pixels = torch.from_numpy(np.ascontiguousarray(split.images[chosen]))
-        real = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
-        labels = torch.from_numpy(split.labels[chosen])
+        batch = to_batch(split.images[chosen], split.labels[chosen])
+        real, labels = batch.images, batch.labels
         made = self.generator(torch.randn(size, self.generator.latent, generator=rng), labels)
         sloped = self._settings.penalty > 0 and number % _SLOPE_EVERY == 0
         judged = self._critic(real.requires_grad_(sloped), labels)

@@ -7,6 +7,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from gradveil.data.pixels import to_bytes
+
 GAP = 2
 """White pixels between two images."""
 
@@ -44,7 +46,7 @@ def _tile(image: np.ndarray, height: int) -> np.ndarray:
     if not np.isfinite(image).all():
         squares = np.indices(large.shape[:2]) // 16
         large = np.where(squares.sum(0) % 2, 0.6, 0.8)[..., None]
-    return np.broadcast_to((large.clip(0, 1) * 255).round().astype(np.uint8), (*large.shape[:2], 3))
+    return np.broadcast_to(to_bytes(large).numpy(), (*large.shape[:2], 3))
 
 
 def _joined(parts: list[np.ndarray], axis: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.untransform import Untransform
 from gradveil.data import Dataset, Split, load_dataset
+from gradveil.data.pixels import to_batch
 from gradveil.defences import Client, build_defence
 from gradveil.defences.ats import policy_of, random_signs, transformed
 from gradveil.defences.parts.policies import Candidate, accuracy_score, privacy_scores, search_policies
@@ -32,9 +33,7 @@ KEPT = 63
 
 
 def _images(split: Split, rows: np.ndarray) -> Batch:
-    images = torch.from_numpy(np.ascontiguousarray(split.images[rows]))
-    images = images.float() / 255 if images.dtype == torch.uint8 else images
-    return Batch(images, torch.from_numpy(split.labels[rows]), torch.zeros(len(rows), dtype=torch.bool))
+    return to_batch(split.images[rows], split.labels[rows])
 
 
 def _network(dataset: Dataset, seed: int) -> nn.Module:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks import Scene, build_attack
-from gradveil.data import Split
 from gradveil.data.federated import federate
+from gradveil.data.pixels import to_batch
 from gradveil.defences import build_defence
 from gradveil.engines.simulation import chosen_normalisation
 from gradveil.metrics import score_targets
@@ -55,15 +55,10 @@ def make_case(images: Images, model: str, partition: str, targets: int, seed: in
     """Take the first images of the defending client, all sensitive, and the network before the first round."""
     data = images.data
     mine = federate(data, partition, CLIENTS, "1.0", seed).client(DEFENDED)
-    public, aux = (_all(known.train) for known in (images.public, images.aux))
+    public, aux = (to_batch(known.train.images, known.train.labels) for known in (images.public, images.aux))
     network = create_model(model, data.shape, data.num_classes, seed, chosen_normalisation("dataset", data))
     private = [mine[slice(number, number + 1)] for number in range(min(targets, len(mine)))]
     return Case(network.eval(), private, public, aux, class_averages(public, data.num_classes), data.num_classes)
-
-
-def _all(split: Split) -> Batch:
-    images, labels = torch.from_numpy(split.images).float() / 255, torch.from_numpy(split.labels)
-    return Batch(images, labels, torch.zeros(len(labels), dtype=torch.bool))
 
 
 def class_averages(public: Batch, num_classes: int) -> Tensor:

@@ -164,7 +164,9 @@ def _smaller(split: Split, side: int, grey: bool) -> Split:
     small = F.interpolate(
         pixels.mean(1, keepdim=True) if grey else pixels, (side, side), mode="bilinear", antialias=True
     )
-    return Split(small.round().clamp(0, 255).to(torch.uint8).numpy(), split.labels)
+    if split.images.dtype == np.uint8:
+        small = small.round().clamp(0, 255).to(torch.uint8)
+    return Split(small.numpy(), split.labels)
 
 
 def images_each(lab: Lab, task: Dcs2Task, images: Images) -> int:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from gradveil.data import Dataset, load_dataset
+from gradveil.data.pixels import to_unit
 from gradveil.engines.simulation import Simulation
 from gradveil.networks.grads import layer_inputs
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
@@ -68,7 +69,7 @@ def _digits(data: Dataset, count: int) -> tuple[Tensor, Tensor]:
     pixels = np.concatenate([data.test.images, data.train.images])
     labels = np.concatenate([data.test.labels, data.train.labels])
     places = np.concatenate([np.flatnonzero(labels == digit)[:count] for digit in DIGITS])
-    return torch.from_numpy(pixels[places]).float() / 255, torch.from_numpy(labels[places])
+    return to_unit(pixels[places]), torch.from_numpy(labels[places])
 
 
 def _before_output(network: torch.nn.Module, chosen: Tensor) -> Tensor:

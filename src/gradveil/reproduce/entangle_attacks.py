@@ -18,6 +18,7 @@ from gradveil.attacks import MembershipAttack, build_attack
 from gradveil.audits.membership import infer_membership
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
+from gradveil.data.pixels import to_batch
 from gradveil.defences import Defence, build_defence
 from gradveil.errors import DivergedError
 from gradveil.metrics.mse import Mse
@@ -139,8 +140,7 @@ def make_case(data: Dataset, model: str, targets: int, seed: int) -> Case:
 
 
 def _batch(split: Split, places: Sequence[int]) -> Batch:
-    pixels, labels = torch.from_numpy(split.images[places]), torch.from_numpy(split.labels[places])
-    return Batch(pixels.float() / 255, labels, torch.ones(len(places), dtype=torch.bool))
+    return to_batch(split.images[places], split.labels[places], np.ones(len(places), bool))
 
 
 def attack_case(case: Case, defence: Defence, attack: str, adaptive: bool, seed: int) -> Trials:

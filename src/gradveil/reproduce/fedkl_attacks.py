@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradveil.attacks import build_attack
 from gradveil.data import Dataset, load_dataset
+from gradveil.data.pixels import to_batch
 from gradveil.defences import build_defence
 from gradveil.metrics import MetricUnavailable, score_targets
 from gradveil.metrics.lpips_alex import LpipsAlex
@@ -34,7 +35,7 @@ ATTACKS: Mapping[str, str] = {
     "ggl": "ggl:iterations={short}",
 }
 """The attacks by name; {short} counts L-BFGS steps or CMA-ES generations, {long} all other steps."""
-PUBLIC = 2000
+MOST_PUBLIC_IMAGES = 2000
 """At most this many test images serve as public data for attacks with a prior."""
 
 
@@ -63,9 +64,8 @@ def attacked(
     """
     rng = stream(lab.seed, "reproduce", "fedkl", "targets")
     chosen = torch.randperm(len(data.train), generator=rng)[:targets].numpy()
-    truth = torch.from_numpy(data.train.images[chosen]).float() / 255
-    labels = torch.from_numpy(data.train.labels[chosen])
-    private = [Batch(truth[t : t + 1], labels[t : t + 1], torch.zeros(1) > 0) for t in range(targets)]
+    whole = to_batch(data.train.images[chosen], data.train.labels[chosen])
+    truth, private = whole.images, [whole[t : t + 1] for t in range(targets)]
     network = create_model("lenet-dlg", data.shape, data.num_classes, derive_seed(lab.seed, "fedkl")).eval()
     attacker = build_attack(attack)
     threat = ThreatModel(ThreatModel.of("labels", "num-examples", *knows).knows | attacker.needs)
@@ -89,9 +89,8 @@ def attacked(
 
 
 def _public(data: Dataset) -> Batch:
-    places = np.linspace(0, len(data.test) - 1, min(PUBLIC, len(data.test))).astype(int)
-    images = torch.from_numpy(data.test.images[places]).float() / 255
-    return Batch(images, torch.from_numpy(data.test.labels[places]), torch.zeros(len(places), dtype=torch.bool))
+    places = np.linspace(0, len(data.test) - 1, min(MOST_PUBLIC_IMAGES, len(data.test))).astype(int)
+    return to_batch(data.test.images[places], data.test.labels[places])
 
 
 def figures_of(found: Attacked, root: Path | None) -> dict[str, float | None]:

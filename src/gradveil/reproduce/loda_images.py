@@ -17,6 +17,7 @@ from gradveil.attacks.unmix import Unmix
 from gradveil.attacks.untransform import Untransform
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
+from gradveil.data.pixels import to_batch
 from gradveil.defences import Client, Defence, build_defence
 from gradveil.defences.ats import Ats
 from gradveil.defences.loda import Loda
@@ -42,7 +43,7 @@ TV = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """The weights of total variation that the paper searches."""
 REHEARSED = 8
 """Mixtures of public images that they are tried on; of others as many images as are attacked."""
-PUBLIC = 500
+NUM_PUBLIC = 500
 """Test images, the last, that stand for public data; accuracy is taken on the first."""
 
 
@@ -91,14 +92,13 @@ def make_scene(lab: Lab, dataset: Dataset) -> LodaScene:
         dataset.name,
         _batch(dataset.train, private.numpy()),
         _batch(dataset.train, learn.numpy()),
-        _batch(dataset.test, np.arange(min(sizes.test, count - PUBLIC))),
-        _batch(dataset.test, np.arange(count - PUBLIC, count)),
+        _batch(dataset.test, np.arange(min(sizes.test, count - NUM_PUBLIC))),
+        _batch(dataset.test, np.arange(count - NUM_PUBLIC, count)),
     )
 
 
 def _batch(split: Split, rows: np.ndarray) -> Batch:
-    images = torch.from_numpy(split.images[rows]).float() / 255
-    return Batch(images, torch.from_numpy(split.labels[rows]), torch.zeros(len(rows), dtype=torch.bool))
+    return to_batch(split.images[rows], split.labels[rows])
 
 
 def loda_spec(lab: Lab, scene: LodaScene, layers: str, c: float) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradveil.attacks import Attack, build_attack
 from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.data import load_dataset
+from gradveil.data.pixels import to_batch, to_unit
 from gradveil.defences import build_defence
 from gradveil.engines.devices import defended
 from gradveil.engines.run_folder import RunFolder, to_lines
@@ -159,8 +160,8 @@ def _other_defence(model_file: Path, given: str) -> str:
     return ""
 
 
-PUBLIC = 500
-"""Public images that an attack is given at most."""
+MOST_PUBLIC_IMAGES = 500
+"""An attack is given at most this many public images."""
 
 
 def _public(dataset: str, shape: tuple[int, int, int], device: torch.device) -> Batch:
@@ -168,10 +169,7 @@ def _public(dataset: str, shape: tuple[int, int, int], device: torch.device) -> 
     there = load_dataset(dataset)
     if there.shape != shape:
         raise ConfigError(f"public_data must be images of shape {shape}, got {there.shape} in {dataset!r}.")
-    pixels = torch.from_numpy(there.test.images[:PUBLIC])
-    images = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
-    labels = torch.from_numpy(there.test.labels[:PUBLIC])
-    return Batch(images, labels, torch.zeros(len(images), dtype=torch.bool)).to(device)
+    return to_batch(there.test.images[:MOST_PUBLIC_IMAGES], there.test.labels[:MOST_PUBLIC_IMAGES]).to(device)
 
 
 def _check_new(out: Path) -> None:
@@ -227,7 +225,7 @@ def _read_truth(path: Path, seen: Observation, num_examples: int | None) -> Tens
         raise DataError(f"{path} must hold an array 'images', got {', '.join(arrays) or 'nothing'}.")
     images = arrays["images"]
     got, targets = tuple(images.shape), seen.num_targets
-    images = images.double() / 255 if images.dtype == torch.uint8 else images
+    images = to_unit(images, torch.float64)
     if images.dim() == 4:
         images = images[None] if targets == 1 else images[:, None]
     fits = images.dim() == 5 and len(images) == targets and images.shape[2:] == seen.shape and len(images[0])

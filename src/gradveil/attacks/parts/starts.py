@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradveil.data.pictures import PICTURE_ENDINGS, read_pictures
+from gradveil.data.pixels import to_unit
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation
@@ -66,7 +67,7 @@ def begin(
         images = seen.public_data.images
         pixels = images[torch.randint(len(images), (rows, batch_size), generator=rng)]
     else:
-        picture = torch.from_numpy(read_pictures([Path(start)], colour=channels == 3)) / 255
+        picture = to_unit(read_pictures([Path(start)], colour=channels == 3))
         picture = picture if channels == 3 else picture.mean(1, keepdim=True)
         pixels = F.interpolate(picture, (height, width), mode="bilinear", antialias=True)[:, None].expand(many)
     if pixels.shape != many:
