@@ -1,13 +1,13 @@
 # Everything runs from .venv, which `make` creates; nothing else needs to be set up.
 PYTHON ?= python3
 BIN := .venv/bin
-# one process a core, one thread a process
+# one test process per core, one thread per process
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --doctest-modules src tests
 export GRADVEIL_OFFLINE ?= 1
 
 .PHONY: demo test quick check bench clean
 
-demo: .venv/installed  ## set three defences against two attacks on real digits, and print the path of the page
+demo: .venv/installed  ## audit three defences under two attacks on real digits, and print the path of the page
 	@rm -rf runs/demo
 	$(BIN)/gradveil audit --dataset mnist-5k --model lenet-dlg --targets 8 --rounds 10 --adaptive --out runs/demo \
 	  --defences none,prune:fraction=0.7,gaussian:std=0.1,dp-sgd \
@@ -24,7 +24,7 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv-bench/installed  ## speed against a plain loop, Flower and breaching; of Soteria, DCS2 and others against one image at a time
+bench: .venv-bench/installed  ## speed compared with a plain loop, Flower and breaching, and of Soteria and DCS2 compared with one image at a time
 	.venv-bench/bin/python benchmarks/simulation.py
 	.venv-bench/bin/python benchmarks/attacks.py --grow
 	.venv-bench/bin/python benchmarks/soteria.py
@@ -35,7 +35,7 @@ bench: .venv-bench/installed  ## speed against a plain loop, Flower and breachin
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.venv-bench/installed: pyproject.toml constraints.txt  # apart: Flower pins much
+.venv-bench/installed: pyproject.toml constraints.txt  # its own environment: Flower and breaching pin many versions
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@touch $@

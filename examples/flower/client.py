@@ -1,4 +1,4 @@
-"""A site's side: its images, keys and defence are those of its node config."""
+"""The client app of one site; its node config names the site's images, keys and defence."""
 
 from gradveil.engines.flower_site import client_app
 

@@ -1,4 +1,4 @@
-"""The server's side: plays the rounds that the run config asks for."""
+"""The server app; it runs the rounds that the run config asks for."""
 
 from gradveil.engines.flower import server_app
 
