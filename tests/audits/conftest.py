@@ -1,4 +1,4 @@
-"""A data set of small smooth pictures, and settings that audit them in seconds."""
+"""A data set of small smooth images, and settings that audit them in seconds."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ QUICK = "gs:iterations=60,sign=none,schedule=cosine,tv=1e-4"
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory):
-    """The path of an .npz file with 60 training and 20 test pictures of 3 classes."""
+    """Return the path of an .npz file with 60 training and 20 test images of 3 classes."""
     rng = torch.Generator().manual_seed(0)
     coarse = torch.rand(80, 1, 3, 3, generator=rng)
     images = torch.nn.functional.interpolate(coarse, size=(8, 8), mode="bilinear").mul(255).byte().numpy()
@@ -23,7 +23,7 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture
 def small(pictures):
-    """Settings of a small audit, with changes."""
+    """Return the settings of a small audit, with changes."""
 
     def make(**changes):
         few = {"dataset": str(pictures), "clients": 3, "rounds": 2, "batch_size": 8, "targets": 2, "attacks": QUICK}

@@ -50,7 +50,7 @@ def test_the_table_has_a_line_for_each_defence_and_attack_and_ends_with_the_page
     assert ended.out.splitlines()[-1] == f"Look at it: {tmp_path / 'run' / 'report.html'}"
 
 
-def test_the_table_has_the_share_of_images_with_a_guess_where_some_have_none(gradveil, arguments, tmp_path):
+def test_the_table_shows_the_share_of_images_with_a_guess_if_some_have_none(gradveil, arguments, tmp_path):
     def heads(*more):
         ended = gradveil(*arguments, *more)
         assert ended.code == 0, ended.err
@@ -64,7 +64,7 @@ def test_the_table_has_the_share_of_images_with_a_guess_where_some_have_none(gra
     assert int(few["guessed"].removesuffix("%")) <= 25
 
 
-def test_a_failed_cell_ends_with_1_and_its_reason_and_the_rest_is_there(gradveil, arguments, tmp_path):
+def test_a_failed_cell_exits_with_1_and_its_reason_and_other_rows_are_kept(gradveil, arguments, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     ended = gradveil(*arguments, "--defences", f"{tmp_path}/broken.py:Broken", "--json")
     assert ended.code == 1
@@ -84,7 +84,7 @@ def test_a_failed_cell_ends_with_1_and_its_reason_and_the_rest_is_there(gradveil
         (["--device", "gpu"], "ConfigError: device must be one that torch can use here"),
     ],
 )
-def test_bad_input_is_one_line_and_2_and_leaves_no_folder(gradveil, arguments, tmp_path, more, text):
+def test_bad_input_gives_one_line_exit_code_2_and_no_folder(gradveil, arguments, tmp_path, more, text):
     ended = gradveil(*arguments, *more)
     assert (ended.code, ended.out) == (2, "")
     assert ended.last.startswith(text)

@@ -1,4 +1,4 @@
-"""Membership in an audit: one cell for each defence and seed, its rows, and where they are shown."""
+"""Membership inference in an audit: one cell per defence and seed, its rows, and where they are shown."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_rows_are_complete_and_resumed_ones_are_the_same(small, tmp_path):
     before = csv_rows(tmp_path / "run" / "rows.csv")
     assert [row["auc"] for row in before if row["kind"] == "membership"] == [str(row["auc"]) for row in rows]
     cell = tmp_path / "run" / "cells" / f"{rows[0]['cell']}.json"
-    cell.write_text(json.dumps(rows[:1]))  # one of two rows: not whole
+    cell.write_text(json.dumps(rows[:1]))  # one of two rows: incomplete
     again = audit(settings, tmp_path / "run", workers=0, resume=True)
     assert timeless(again.rows) == timeless(result.rows)
     assert csv_rows(tmp_path / "run" / "rows.csv") == before
@@ -64,7 +64,7 @@ def test_the_report_has_a_section_a_sentence_a_table_and_a_figure(small, tmp_pat
     assert [line["defence"] for line in lines] == ["none", "prune"]
 
 
-def test_an_audit_without_it_says_nothing_of_it(small, tmp_path):
+def test_an_audit_without_membership_does_not_mention_it(small, tmp_path):
     audit(small(rounds=1, attacks="gs:iterations=2"), tmp_path / "run", workers=0)
     page, table = ((tmp_path / "run" / name).read_text() for name in ("report.html", "rows.csv"))
     assert 'id="membership"' not in page
@@ -85,7 +85,7 @@ def test_a_cell_that_fails_has_one_row_with_the_reason(small, tmp_path):
     assert tuple(rows[0]) == MEMBERSHIP
 
 
-def test_the_command_shows_a_table_of_its_own_and_json(gradveil, pictures, tmp_path):
+def test_the_command_shows_a_separate_table_and_json(gradveil, pictures, tmp_path):
     command = ["audit", "--dataset", pictures, "--attacks", INFER, "--rounds", 2, "--clients", 3, "--workers", 0]
     ended = gradveil(*command, "--out", tmp_path / "run")
     assert ended.code == 0, ended.err

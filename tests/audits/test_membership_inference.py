@@ -15,7 +15,7 @@ from gradveil.types import Batch
 
 @dataclass(frozen=True)
 class Watched(MembershipAttack):
-    """Scores by chance, and keeps what it was shown."""
+    """An attack that scores at random and records its inputs."""
 
     def scores(self, network, batch, rng):
         SHOWN.append((copy.deepcopy(network.state_dict()), batch))
@@ -64,7 +64,7 @@ def test_the_local_model_of_a_single_client_is_the_next_global_one(tiny):
 
 @dataclass(frozen=True)
 class Halved(Defence):
-    """Sends half, which the server doubles; client 1 is a guard, and the bias is private."""
+    """A defence that sends half of the update, which the server doubles; client 1 is a guard, the bias is private."""
 
     def on_update(self, update, client):
         return update.map(lambda tensor: tensor / 2)
@@ -93,14 +93,14 @@ def test_the_server_attacks_what_it_recovered_and_never_the_guard(tiny, monkeypa
     seen = SHOWN[0][0]
     for name, tensor in seen.items():
         if name.endswith("bias"):
-            assert torch.equal(tensor, start[name])  # the client's own is not known
+            assert torch.equal(tensor, start[name])  # the client's private bias is unknown
         else:
             change = played.sent[0].tensors[name] * 2
             assert change.abs().max() > 0
             assert tensor.allclose(played.received[name] + change, atol=1e-7)
 
 
-def test_rows_are_complete_repeat_and_show_the_attack_no_marks(tiny):
+def test_rows_are_complete_and_repeatable_and_the_attack_sees_no_marks(tiny):
     settings = TrainSettings(**vars(tiny) | {"rounds": 4, "sensitive": "0.5"})
     one, two = (list(infer_membership(settings, Watched(every=2, images=12))) for _ in range(2))
     assert [row["round"] for row in one] == [2, 4]
@@ -109,7 +109,7 @@ def test_rows_are_complete_repeat_and_show_the_attack_no_marks(tiny):
         assert row | {"seconds": 0} == again | {"seconds": 0}
         assert row["members"] == row["non_members"] == 12
         assert all(0 <= row[key] <= 1 for key in row if key.startswith(("auc", "accuracy", "advantage")))
-        assert row["tpr_at_1_fpr"] is None  # twelve others can't show one in a hundred
+        assert row["tpr_at_1_fpr"] is None  # twelve non-members cannot resolve a rate of one in a hundred
     shown = SHOWN[0][1]
     assert len(shown) == 24
     assert not shown.sensitive.any()
@@ -120,13 +120,13 @@ def test_members_are_the_clients_own_images_and_others_are_test_images(tiny):
     with Simulation(tiny, workers=0) as simulation:
         own = {image.numpy().tobytes() for image in simulation.data.client(row["client"]).images}
     shown = [image.numpy().tobytes() for image in SHOWN[0][1].images]
-    assert row["members"] == len(own) == 20  # no more than there are
+    assert row["members"] == len(own) == 20  # at most as many as there are
     mine = [image in own for image in shown]
     assert sum(mine) == 20
     assert mine != sorted(mine, reverse=True)  # in random order
 
 
-def test_the_victims_are_the_same_under_every_defence_but_for_guards(tiny):
+def test_victims_are_the_same_under_every_defence_except_for_guards(tiny):
     victims = []
     for defence in ("none", "entangle:guards=3"):
         settings = TrainSettings(**vars(tiny) | {"rounds": 6, "defence": defence})
@@ -136,7 +136,7 @@ def test_the_victims_are_the_same_under_every_defence_but_for_guards(tiny):
     assert any(one != 3 for one in victims[0])
 
 
-def test_a_round_of_the_guard_alone_says_so(tiny, monkeypatch):
+def test_a_round_with_only_the_guard_says_so(tiny, monkeypatch):
     monkeypatch.setattr(Halved, "early_clients", lambda self, num_clients: tuple(range(num_clients)))
     monkeypatch.setattr(membership, "Simulation", lambda s, **more: Simulation(s, **more, defence=Halved()))
     (row,) = infer_membership(TrainSettings(**vars(tiny) | {"rounds": 1}), Watched())
@@ -144,7 +144,7 @@ def test_a_round_of_the_guard_alone_says_so(tiny, monkeypatch):
     assert row["why"] == "no client but the guard trained in this round"
 
 
-def test_a_model_that_knows_its_images_by_heart_gives_them_away(tiny):
+def test_an_overfitted_model_reveals_its_members(tiny):
     settings = TrainSettings(
         **vars(tiny)
         | {"model": "mlp", "clients": 2, "partition": "iid:images=60", "epochs": 30, "lr": 0.1, "rounds": 2}

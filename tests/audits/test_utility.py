@@ -1,4 +1,4 @@
-"""The price of a defence: times are of the same rounds, and the budget is the worst client's."""
+"""The price of a defence: times of the same rounds, and the privacy budget of the worst client."""
 
 import dataclasses
 
@@ -21,14 +21,14 @@ def price(settings, defence, clients=None):
 
 @pytest.fixture
 def clocked(monkeypatch):
-    """Simulations whose rounds take stated times; the fixture is the order in which they were played."""
+    """Make rounds of simulations take stated times, and return the order in which they were played."""
     played, step = [], Simulation.step
 
     def clocked_step(simulation, number):
         row, result = step(simulation, number)
         name = simulation.settings.defence
         played.append((name, number))
-        took = {"none": 0.5, "prune": 1.5}[name] * (100 if number == 1 else number)  # the first warms caches
+        took = {"none": 0.5, "prune": 1.5}[name] * (100 if number == 1 else number)  # the first round warms caches
         return row | {"seconds": took}, result
 
     monkeypatch.setattr(utility.Simulation, "step", clocked_step)
@@ -39,7 +39,7 @@ def test_overhead_is_the_ratio_of_the_same_rounds_taken_in_turns(small, clocked)
     rounds = TIMED_ROUNDS + 2
     row = price(small(rounds=rounds), "prune")
     assert row["overhead"] == 3.0
-    assert clocked[:4] == [("none", 1), ("prune", 1), ("prune", 2), ("none", 2)]  # who goes first changes
+    assert clocked[:4] == [("none", 1), ("prune", 1), ("prune", 2), ("none", 2)]  # the order changes
     assert sum(name == "none" for name, _ in clocked) == TIMED_ROUNDS
     assert [number for name, number in clocked if name == "prune"] == list(range(1, rounds + 1))
 
@@ -58,7 +58,7 @@ def test_the_figures_are_those_of_the_training(small):
     assert row["loss"] == last["loss"]
 
 
-def test_the_budget_is_that_of_the_client_which_gives_away_most(small):
+def test_the_budget_is_that_of_the_worst_client(small):
     settings = small(rounds=2, partition="dirichlet:alpha=1.0", defences="dp-sgd")
     with Simulation(settings.training("dp-sgd", 0), workers=0) as simulation:
         sizes, how = set(simulation.sizes), utility.local_settings(simulation.settings)
@@ -73,7 +73,7 @@ def test_a_price_says_how_many_images_it_protected(small, defence, share):
     assert why.startswith(f"{share} of the images are marked") if share else why == ""
 
 
-def test_images_that_were_made_once_are_not_made_again_and_states_are(small, tmp_path, monkeypatch):
+def test_obscured_images_are_reused_but_states_are_not(small, tmp_path, monkeypatch):
     made, honest = [], Loda.obscured
 
     def counting(self, features, images, begun):

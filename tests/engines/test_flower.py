@@ -1,4 +1,4 @@
-"""Flower's real messages, through a grid in this process: to the bit the same training, and nothing private in them."""
+"""Training with Flower's real messages through a grid in this process: the same bits, and nothing private in them."""
 
 import importlib
 import json
@@ -36,14 +36,14 @@ CLIENTS = 3
 
 @pytest.fixture(autouse=True)
 def _a_task(monkeypatch):
-    """Messages are made by a process that Flower has given a task."""
+    """Set the task that Flower expects of a process that makes messages."""
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 @pytest.fixture
 def settings(tmp_path):
-    """Settings that train in a blink, on a file of real images."""
+    """Return settings that train in no time on a file of real images."""
     digits = load_dataset("mnist-5k")
     path = tmp_path / "digits.npz"
     np.savez(
@@ -57,13 +57,13 @@ def settings(tmp_path):
 
 
 def to_run_config(settings):
-    """As a user writes them: texts and numbers."""
+    """Return the settings as a user writes them: strings and numbers."""
     values = {key: "/".join(map(str, v)) if isinstance(v, tuple) else v for key, v in asdict(settings).items()}
     return {key.replace("_", "-"): value for key, value in values.items()}
 
 
 class LocalGrid:
-    """Hands every message to the ClientApp of its node, both ways as the bytes that Flower would send."""
+    """A grid that hands every message to its node's ClientApp, both ways as the bytes that Flower would send."""
 
     def __init__(self, settings, folder, nodes=None, data=None, **node_config):
         self.app = client_app(data)
@@ -81,7 +81,7 @@ class LocalGrid:
         for message in messages:
             node = message.metadata.dst_node_id
             arrived = self.carry(message, self.sent)
-            if node in self.lost:  # as the SuperLink says it: not from whom
+            if node in self.lost:  # like the SuperLink, it does not say from whom
                 reply = Message(Error(5, "Node Unavailable."), reply_to=arrived)
                 reply.metadata.__dict__["_src_node_id"] = 1
             else:
@@ -89,7 +89,7 @@ class LocalGrid:
                 reply = self.app(arrived, context)
                 assert not context.state
             replies.append(self.carry(reply, self.came))
-        return replies[::-1]  # whoever is first
+        return replies[::-1]  # the first to reply
 
     def carry(self, message, way):
         way.append(message_to_proto(message).SerializeToString())
@@ -106,7 +106,7 @@ def play(training):
 
 
 def both(settings, tmp_path, **options):
-    """The same training by simulation and over Flower; and the grid."""
+    """Return the same training by simulation and over Flower, and the grid."""
     with Simulation(settings, workers=0) as simulation:
         here = play(simulation)
     grid = LocalGrid(settings, tmp_path / "sites", **options)
@@ -128,21 +128,21 @@ def both(settings, tmp_path, **options):
         (f"{PROBES}:Pack+{PROBES}:Scale", {"model": "logistic", "algorithm": "fedsgd"}),
     ],
 )
-def test_a_training_over_flower_has_the_bits_of_the_simulation(settings, tmp_path, defence, other):
+def test_a_training_over_flower_equals_the_simulation_bit_for_bit(settings, tmp_path, defence, other):
     here, there, _ = both(replace(settings, defence=defence, **other), tmp_path)
     assert here[0] == there[0]
     assert same(here[1], there[1])
     assert here[2] == there[2]
 
 
-def test_what_is_drawn_at_a_site_is_fresh_unless_it_is_to_be_repeatable(settings, tmp_path):
+def test_random_draws_at_a_site_are_fresh_unless_asked_to_be_repeatable(settings, tmp_path):
     settings = replace(settings, defence="gaussian", model="logistic", rounds=1, batch_size=0)
     models = [play(flower_training(LocalGrid(settings, tmp_path / "sites", repeatable=again), settings,
                                    load_dataset(settings.dataset)))[1] for again in (True, False, False)]  # fmt: skip
     assert not any(same(models[one], models[other]) for one, other in ((0, 1), (1, 2), (0, 2)))
 
 
-def test_what_is_drawn_at_a_site_can_not_be_tried_out(settings, tmp_path, monkeypatch):
+def test_random_draws_at_a_site_cannot_be_guessed(settings, tmp_path, monkeypatch):
     settings = replace(settings, defence="fedkl:length=8", model="lenet5")
     grid = LocalGrid(settings, tmp_path / "sites", repeatable=False)
     training = flower_training(grid, settings, load_dataset(settings.dataset))
@@ -166,12 +166,10 @@ def test_no_byte_of_a_key_or_lock_is_in_any_message(settings, tmp_path):
         assert not any(row.numpy().tobytes()[:32] in wire for row in torch.atleast_2d(secret))
     assert b"key_lock" not in wire
     sent = message_from_proto(ProtoMessage.FromString(grid.came[CLIENTS])).content.array_records["tensors"]
-    assert all(
-        tensor.numpy().tobytes()[:32] in wire for tensor in tensors(sent).values()
-    )  # what is looked for is found
+    assert all(tensor.numpy().tobytes()[:32] in wire for tensor in tensors(sent).values())  # the search itself works
 
 
-def test_every_kind_of_tensor_survives_the_way(settings, tmp_path):
+def test_every_kind_of_tensor_survives_the_transport(settings, tmp_path):
     given = {
         "scalar": torch.tensor(0.1, dtype=torch.float64), "empty": torch.empty(0, 3), "count": torch.tensor(2**62),
         "half": torch.randn(2, 3).half(), "mask": torch.tensor([True, False]),
@@ -189,7 +187,7 @@ def test_every_kind_of_tensor_survives_the_way(settings, tmp_path):
             assert torch.equal(torch.signbit(back[name]), torch.signbit(tensor))
 
 
-def test_the_run_folder_holds_the_rows_of_the_simulation_and_goes_on(settings, tmp_path):
+def test_the_run_folder_holds_the_rows_of_the_simulation_and_can_be_resumed(settings, tmp_path):
     settings = replace(settings, model="logistic", save_rounds=(1,))
     out = tmp_path / "out"
     grid = LocalGrid(settings, tmp_path / "sites")
@@ -210,24 +208,24 @@ def test_the_run_folder_holds_the_rows_of_the_simulation_and_goes_on(settings, t
     with Simulation(longer, workers=0) as simulation:
         assert same(load_tensors(out / "model.safetensors"), play(simulation)[1])
     trained = [message_from_proto(ProtoMessage.FromString(each)).metadata.message_type for each in grid.sent]
-    assert trained.count("train") == CLIENTS  # round 3 alone
+    assert trained.count("train") == CLIENTS  # only round 3
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1), (0, 2, 2)])
-def test_numbers_must_be_there_once_each(settings, tmp_path, numbers):
+def test_every_client_number_must_occur_exactly_once(settings, tmp_path, numbers):
     nodes = {10 + place: {"partition-id": number} for place, number in enumerate(numbers)}
     with pytest.raises(ConfigError, match=r"must be 0\.\.2, each once, got \[0, "):
         flower_training(LocalGrid(settings, tmp_path, nodes), settings, load_dataset(settings.dataset))
 
 
 @pytest.mark.parametrize("own", [{}, {"partition-id": 3}, {"partition-id": "one"}])
-def test_a_node_without_a_sensible_number_is_refused(settings, tmp_path, own):
+def test_a_node_with_an_invalid_number_is_refused(settings, tmp_path, own):
     nodes = {10: {"partition-id": 0}, 11: {"partition-id": 1}, 12: own}
     with pytest.raises(ConfigError, match=r"Node 12 .* sent nothing\. partition-id .* 0\.\.2, got"):
         flower_training(LocalGrid(settings, tmp_path, nodes), settings, load_dataset(settings.dataset))
 
 
-def test_missing_nodes_are_waited_for_in_vain(settings, tmp_path):
+def test_missing_nodes_end_in_an_error_after_the_waiting_time(settings, tmp_path):
     grid = LocalGrid(settings, tmp_path, {10: {"partition-id": 0}})
     with pytest.raises(WorkerError, match="All 3 nodes must be there within 0 seconds, got 1"):
         flower_training(grid, settings, load_dataset(settings.dataset), wait=0)
@@ -290,7 +288,7 @@ def test_a_lost_key_stops_the_client(settings, tmp_path):
         training.step(2)
 
 
-def test_a_site_that_lost_all_its_files_stops_until_it_is_told_to_begin_anew(settings, tmp_path):
+def test_a_site_that_lost_all_files_stops_until_told_to_begin_anew(settings, tmp_path):
     settings = replace(settings, defence="fedkl:length=8", model="lenet5", rounds=3)
     training = flower_training(LocalGrid(settings, tmp_path / "sites"), settings, load_dataset(settings.dataset))
     training.step(1)
@@ -320,7 +318,7 @@ def test_a_site_that_has_not_trained_yet_needs_no_key(settings, tmp_path):
     assert len(training.client_rows(1)) == CLIENTS
 
 
-def test_new_images_and_a_wish_to_begin_anew_begin_anew(settings, own_sets):
+def test_new_images_with_a_request_to_begin_anew_are_accepted(settings, own_sets):
     settings = replace(settings, defence=f"{PROBES}:Blacken", model="logistic")
     folder = own_sets / "sites"
 
@@ -335,11 +333,11 @@ def test_new_images_and_a_wish_to_begin_anew_begin_anew(settings, own_sets):
         site.mkdir()
         (site / "begin-anew").touch()
     site_with(1).step(2)
-    assert not any((site / "begin-anew").exists() for site in sites)  # or all would be made anew in every round
+    assert not any((site / "begin-anew").exists() for site in sites)  # or every round would begin anew
 
 
 def with_a_trap(settings, folder, **node_config):
-    """A training whose server sends rows that measure brightness, and biases that sort it."""
+    """Return a training whose server sends rows that measure brightness, and biases that sort by it."""
     settings = replace(settings, model="mlp:hidden=64", partition="iid:images=24")
     training = flower_training(LocalGrid(settings, folder, **node_config), settings, load_dataset(settings.dataset))
     name = next(name for name, tensor in training.model.items() if tensor.shape == (64, 784))
@@ -348,12 +346,12 @@ def with_a_trap(settings, folder, **node_config):
     return training
 
 
-def test_a_site_decides_for_itself_on_the_tripwire(settings, tmp_path):
+def test_each_site_configures_its_own_tripwire(settings, tmp_path):
     with pytest.raises(TripwireError, match=r"Client (\d) sent nothing\. The model that client \1 received"):
         with_a_trap(settings, tmp_path, tripwire="refuse").step(1)
 
 
-def test_warnings_of_the_sites_are_heard_at_the_server(settings, tmp_path):
+def test_warnings_of_the_sites_reach_the_server(settings, tmp_path):
     with pytest.warns(TripwireWarning, match=r"The model that client \d received in round 1 must hold"):
         row, _ = with_a_trap(replace(settings, tripwire="warn"), tmp_path).step(1)
     assert row["tripwire_warnings"] == CLIENTS
@@ -369,7 +367,7 @@ def test_warnings_of_the_sites_are_heard_at_the_server(settings, tmp_path):
         ({"defence": "prune:fraction=0.9", "defended": (0, 2)}, "prune:fraction=0.9", False),
     ],
 )
-def test_a_site_trains_under_the_defence_that_it_agreed_to_alone(settings, tmp_path, run, agreed, fine):
+def test_a_site_trains_only_under_the_agreed_defence(settings, tmp_path, run, agreed, fine):
     settings = replace(settings, model="logistic", **run)
     nodes = {9: {"partition-id": 0}, 8: {"partition-id": 1, "defence": agreed}, 7: {"partition-id": 2}}
     grid = LocalGrid(settings, tmp_path, nodes)
@@ -383,7 +381,7 @@ def test_a_site_trains_under_the_defence_that_it_agreed_to_alone(settings, tmp_p
 
 
 @pytest.mark.parametrize(("agreed", "fine"), [("logistic", True), ("mlp", False)])
-def test_a_site_trains_the_network_that_it_agreed_to_alone(settings, tmp_path, agreed, fine):
+def test_a_site_trains_only_the_agreed_network(settings, tmp_path, agreed, fine):
     settings = replace(settings, model="logistic")
     nodes = {9: {"partition-id": 0}, 8: {"partition-id": 1, "model": agreed}, 7: {"partition-id": 2}}
     grid = LocalGrid(settings, tmp_path, nodes)
@@ -396,7 +394,7 @@ def test_a_site_trains_the_network_that_it_agreed_to_alone(settings, tmp_path, a
 
 @pytest.fixture
 def own_sets(settings, tmp_path):
-    """What the simulation deals to each client, as a file of each site's own."""
+    """Write the images that the simulation deals to each client to one file per site."""
     with Simulation(settings, workers=0) as simulation:
         data, test = simulation.data, simulation.dataset.test
     for number in range(CLIENTS):
@@ -425,7 +423,7 @@ def test_a_site_trains_on_its_own_images(settings, own_sets, way):
     assert (rows[-1]["accuracy"], clients) == (there[0][-1]["accuracy"], there[2])
 
 
-def test_a_site_keeps_the_images_that_it_began_with(settings, own_sets):
+def test_a_site_refuses_to_change_its_images_midway(settings, own_sets):
     settings = replace(settings, model="logistic")
     for number in (0, 1):
         nodes = {7 + n: {"partition-id": n, "data": str(own_sets / f"own-{number}.npz")} for n in range(CLIENTS)}
@@ -443,20 +441,20 @@ def test_images_of_another_shape_are_refused(settings, tmp_path):
         flower_training(grid, settings, load_dataset(settings.dataset)).step(1)
 
 
-def test_marked_images_are_counted_and_scored_where_they_are(settings, tmp_path):
+def test_sensitive_images_are_counted_and_scored_at_their_site(settings, tmp_path):
     settings = replace(settings, defence="fedkl:length=8", model="lenet5", rounds=1, sensitive="1:0/3")
     grid = LocalGrid(settings, tmp_path)
     (row,), _, _ = play(flower_training(grid, settings, load_dataset(settings.dataset)))
     assert row["accuracy_sensitive"] in (0, 0.5, 1)  # client 1's two, with its own key; the others have none
 
 
-def test_a_private_folder_is_asked_for(settings, tmp_path):
+def test_a_private_folder_is_required(settings, tmp_path):
     grid = LocalGrid(settings, tmp_path, **{"private-folder": ""})
     with pytest.raises(ConfigError, match="private-folder in a node's config must name a folder"):
         flower_training(grid, settings, load_dataset(settings.dataset))
 
 
-def test_without_flower_it_is_said_how_to_get_it(monkeypatch):
+def test_without_flower_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr.app", None)
     for module in ("flower", "flower_site"):
         monkeypatch.delitem(sys.modules, f"gradveil.engines.{module}")

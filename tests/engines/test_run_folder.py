@@ -1,4 +1,4 @@
-"""The folder of a run: one run, one process; whatever cut it short, it is resumed whole or refused with a reason."""
+"""The folder of a run: one run and one process at a time; an interrupted run is resumed or refused with a reason."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def content(path):
     return {p.relative_to(path): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
-def test_a_run_goes_on_from_its_last_committed_round(tmp_path):
+def test_a_run_resumes_from_its_last_committed_round(tmp_path):
     fill(tmp_path / "run")
     found = begin(tmp_path / "run")
     assert found.round == 3
@@ -69,8 +69,8 @@ def test_a_folder_that_holds_a_run_is_never_taken_by_another(tmp_path):
 @pytest.mark.parametrize(
     "rest", ["settings.toml", "rows.jsonl", "checkpoint.safetensors", "clients/0/private/data.safetensors"]
 )
-def test_any_rest_of_a_run_counts_as_a_run(tmp_path, rest):
-    """A client's private files of another run would be taken for this run's."""
+def test_any_leftover_file_of_a_run_counts_as_a_run(tmp_path, rest):
+    """Otherwise private files of another run would be mistaken for this run's."""
     path = tmp_path / rest
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"")
@@ -79,7 +79,7 @@ def test_any_rest_of_a_run_counts_as_a_run(tmp_path, rest):
     assert path.read_bytes() == b""
 
 
-def test_other_files_in_the_folder_are_left_alone(tmp_path):
+def test_other_files_in_the_folder_are_not_changed(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     fill(tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
@@ -105,7 +105,7 @@ def test_a_changed_setting_is_named_and_nothing_changes(tmp_path, field, value):
     assert content(tmp_path) == before
 
 
-def test_rounds_may_grow_but_not_go_below_what_is_done(tmp_path):
+def test_rounds_may_increase_but_not_below_the_finished_ones(tmp_path):
     fill(tmp_path)
     assert begin(tmp_path, replace(SETTINGS, rounds=9)).round == 3
     assert read_settings(tmp_path / "settings.toml")["rounds"] == 9
@@ -155,7 +155,7 @@ def test_a_damaged_settings_file_is_refused(tmp_path):
 
 @given(share=st.floats(0, 1, exclude_max=True))
 @quick
-def test_a_checkpoint_cut_anywhere_is_refused_and_kept(tmp_path, share):
+def test_a_truncated_checkpoint_is_refused_and_kept(tmp_path, share):
     path = tmp_path / "run"
     shutil.rmtree(path, ignore_errors=True)
     fill(path)
@@ -167,7 +167,7 @@ def test_a_checkpoint_cut_anywhere_is_refused_and_kept(tmp_path, share):
     assert content(path) == before
 
 
-def test_tensors_that_are_no_checkpoint_are_refused(tmp_path):
+def test_a_file_of_other_tensors_is_refused_as_checkpoint(tmp_path):
     from safetensors.torch import save_file
 
     fill(tmp_path)
@@ -179,8 +179,8 @@ def test_tensors_that_are_no_checkpoint_are_refused(tmp_path):
 
 @given(cut=st.integers(0, 10**6), rest=st.binary(max_size=12))
 @quick
-def test_rows_cut_at_any_byte_are_recovered_or_refused(tmp_path, cut, rest):
-    """Rows up to the checkpoint are needed; whatever stands after them is of a round that never finished."""
+def test_rows_truncated_at_any_byte_are_recovered_or_refused(tmp_path, cut, rest):
+    """Rows up to the checkpoint are needed; later rows belong to a round that never finished."""
     path = tmp_path / "run"
     shutil.rmtree(path, ignore_errors=True)
     fill(path)
@@ -188,7 +188,7 @@ def test_rows_cut_at_any_byte_are_recovered_or_refused(tmp_path, cut, rest):
     longer = needed + to_lines([row(4)])
     kept = longer[: cut % (len(longer) + 1)] + rest
     (path / "rows.jsonl").write_bytes(kept)
-    if kept.startswith(needed) or kept == needed[:-1]:  # the last row is whole without its line end
+    if kept.startswith(needed) or kept == needed[:-1]:  # the last row is complete without its newline
         assert begin(path).rows == [row(1), row(2), row(3)]
         assert (path / "rows.jsonl").read_bytes() == needed
     elif len(kept.split(b"\n")) <= 3 and not kept.startswith(needed[:-1]):
@@ -217,7 +217,7 @@ def test_rows_cut_at_any_byte_are_recovered_or_refused(tmp_path, cut, rest):
     ],
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_rows_that_are_something_else_are_refused(tmp_path, text, place):
+def test_invalid_rows_are_refused(tmp_path, text, place):
     fill(tmp_path)
     lines = [json.dumps(row(number)) for number in (1, 2, 3)]
     lines[place] = text
@@ -228,7 +228,7 @@ def test_rows_that_are_something_else_are_refused(tmp_path, text, place):
     assert content(tmp_path) == before
 
 
-def test_rows_that_are_gone_or_a_folder_are_refused(tmp_path):
+def test_missing_rows_or_a_folder_in_their_place_are_refused(tmp_path):
     fill(tmp_path)
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError, match=r"rows.jsonl must"):
@@ -238,7 +238,7 @@ def test_rows_that_are_gone_or_a_folder_are_refused(tmp_path):
         begin(tmp_path)
 
 
-def test_rows_never_hold_what_is_not_json():
+def test_rows_are_always_valid_json():
     with pytest.raises(ValueError, match="JSON"):
         to_lines([{"loss": float("nan")}])
     assert to_lines([]) == b""
@@ -256,7 +256,7 @@ def test_a_folder_in_use_is_refused_and_free_again_afterwards(tmp_path):
         assert folder.holds_run()
 
 
-def test_a_folder_that_nothing_was_written_to_is_taken_away(tmp_path):
+def test_an_empty_folder_is_removed(tmp_path):
     with pytest.raises(ZeroDivisionError), RunFolder(tmp_path / "run"):
         raise ZeroDivisionError
     assert not (tmp_path / "run").exists()
@@ -267,7 +267,7 @@ def test_a_folder_that_nothing_was_written_to_is_taken_away(tmp_path):
     assert (tmp_path / "kept" / "notes").exists()
 
 
-def test_a_folder_that_vanished_while_in_use_hides_no_error(tmp_path):
+def test_a_folder_that_vanished_does_not_hide_the_error(tmp_path):
     def use():
         with RunFolder(tmp_path / "run"):
             shutil.rmtree(tmp_path / "run")
@@ -277,7 +277,7 @@ def test_a_folder_that_vanished_while_in_use_hides_no_error(tmp_path):
         use()
 
 
-def test_a_file_in_the_way_is_refused(tmp_path):
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("x")
     for path in (tmp_path / "run", tmp_path / "run" / "below", tmp_path / ("x" * 300)):
         with pytest.raises(RunFolderError, match="must be a folder that can be written"), RunFolder(path):
@@ -285,8 +285,8 @@ def test_a_file_in_the_way_is_refused(tmp_path):
     assert (tmp_path / "run").read_text() == "x"
 
 
-def test_rests_of_killed_writes_are_cleared_away(tmp_path):
-    """A run that is killed often must not fill the disk with halves of checkpoints."""
+def test_leftovers_of_killed_writes_are_deleted(tmp_path):
+    """A run that is killed often must not fill the disk with partial checkpoints."""
     fill(tmp_path)
     (tmp_path / ".checkpoint.safetensors.4711.part").write_bytes(b"half")
     begin(tmp_path)

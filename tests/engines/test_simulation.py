@@ -19,7 +19,7 @@ from tests.conftest import PROBES
 
 
 def play(settings, workers=0, **options):
-    """All rows (without times) and the final model."""
+    """Return all rows (without times) and the final model."""
     with Simulation(settings, workers=workers, **options) as simulation:
         rows = [{key: value for key, value in row.items() if key != "seconds"} for row in simulation.run()]
         return rows, simulation.model
@@ -101,7 +101,7 @@ def test_training_learns_real_digits():
     assert rows[-1]["accuracy"] > 0.8
 
 
-def test_workers_give_the_bits_of_this_process(tiny):
+def test_workers_give_the_same_bits_as_one_process(tiny):
     settings = replace(tiny, model="lenet5", clients=7, sampled=5, sensitive="0.2", defence=f"{PROBES}:Scale")
     here, there = play(settings), play(settings, workers=2)
     assert here[0] == there[0]
@@ -162,7 +162,7 @@ def test_on_gradient(tiny):
         assert torch.allclose(tensor, start[name] - 0.25, atol=1e-6)
 
 
-def test_on_data_runs_once_a_client(tiny):
+def test_on_data_runs_once_per_client(tiny):
     settings = replace(tiny, rounds=3, save_rounds=(3,), defence=f"{PROBES}:Blacken")
     with Simulation(settings, workers=0) as simulation:
         for number in range(1, 4):
@@ -215,7 +215,7 @@ def test_private_parameters_never_leave_and_are_each_clients_own(tiny, workers, 
     assert row["accuracy"] == pytest.approx(np.mean([entry["accuracy_test"] for entry in clients]))
 
 
-def test_private_files_are_only_the_owners_to_read(tiny, tmp_path):
+def test_only_the_owner_can_read_private_files(tiny, tmp_path):
     settings = replace(tiny, defence=f"{PROBES}:Blacken")
     play(settings, clients_folder=tmp_path)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -319,7 +319,7 @@ def test_a_lone_image_before_batch_norm_is_explained():
         simulation.step(1)
 
 
-def test_torch_threads_are_left_as_they_were(tiny):
+def test_the_number_of_torch_threads_does_not_change(tiny):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -345,12 +345,12 @@ def test_integer_buffers_do_not_pass_from_client_to_client():
     with Simulation(settings, workers=0, dataset=small_set(), network=network) as simulation:
         _, played = simulation.step(1)
         data = simulation.data
-    for client, update in played.sent.items():  # a cumulative average of one batch is that batch's mean
+    for client, update in played.sent.items():  # the cumulative average of one batch is its mean
         mean = data.client(client).images.mean().item()
         assert update.buffers["0.running_mean"].item() == pytest.approx(mean, abs=1e-6)
 
 
-def test_buffers_are_averaged_even_where_weights_do_not_add_up_to_one():
+def test_buffers_are_averaged_even_if_weights_do_not_add_up_to_one():
     def network():
         torch.manual_seed(0)
         return nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))
@@ -404,14 +404,14 @@ def test_only_named_clients_defend():
 
 
 @pytest.mark.parametrize("defence", ["ca-fl", "entangle"])
-def test_a_defence_of_all_is_not_that_of_some(defence):
+def test_a_defence_that_needs_all_clients_is_refused_for_some(defence):
     settings = TrainSettings(model="logistic", defence=defence, defended=(1,), clients=3, rounds=1)
     with pytest.raises(ConfigError, match=r"defended must be empty .* Drop --defended"):
         Simulation(settings, workers=0, dataset=small_set())
 
 
 @pytest.mark.parametrize("defence", ["dcs2:steps=1", "dcs2:steps=1+prune"])
-def test_a_defence_of_marked_images_is_refused_where_none_are(defence):
+def test_a_defence_of_sensitive_images_is_refused_if_none_are_marked(defence):
     settings = TrainSettings(model="logistic", defence=defence, clients=3, rounds=1)
     with pytest.raises(ConfigError, match=r"marked sensitive, got none. .* --sensitive"):
         Simulation(settings, workers=0, dataset=small_set())
@@ -426,7 +426,7 @@ def test_a_defence_of_marked_images_is_refused_where_none_are(defence):
         ("clip+mixup:k=18", "needs clients with 18 images or more, got one with 16"),
     ],
 )
-def test_images_that_a_defence_lacks_are_missed_at_once(defence, text):
+def test_images_that_a_defence_lacks_are_noticed_before_training(defence, text):
     settings = TrainSettings(model="logistic", defence=defence, clients=3, rounds=1, sensitive="0.5")
     with pytest.raises(ConfigError, match=text):
         Simulation(settings, workers=0, dataset=small_set())
@@ -440,7 +440,7 @@ def test_clients_that_do_not_defend_may_have_few_images():
         Simulation(replace(settings, defended=()), workers=0, dataset=small_set())
 
 
-def test_public_images_may_be_at_hand():
+def test_devices_may_have_public_images():
     settings = TrainSettings(model="logistic", defence="dcs2:steps=1,start=aux", sensitive="0.5", clients=3, rounds=1)
     with Simulation(settings, workers=0, dataset=small_set(), aux=small_set(seed=1)) as simulation:
         assert simulation.data.aux is not None

@@ -1,4 +1,4 @@
-"""The tripwire: each check finds the attack that it is for, and nothing in honest models; refusing sends nothing."""
+"""The tripwire: each check finds its attack and nothing in honest models; a client that refuses sends nothing."""
 
 import copy
 import warnings
@@ -41,7 +41,7 @@ def checks(findings):
 
 
 def imprint(digits, bins=64, query=None):
-    """As published: one question for all rows, thresholds at quantiles, and equal columns behind, before a network."""
+    """Return a published imprint before a network: one query, thresholds at quantiles, equal columns behind."""
     query = torch.ones(PIXELS) / PIXELS if query is None else query
     answers = digits.images.flatten(1) @ query
     rows, back = nn.Linear(PIXELS, bins), nn.Linear(bins, PIXELS)
@@ -54,7 +54,7 @@ def imprint(digits, bins=64, query=None):
 
 
 def trap_rows(count, size=PIXELS, seed=0):
-    """As published: a random half negative, the rest 0.95 times the same magnitudes."""
+    """Return published trap weights: a random half negative, the rest 0.95 times the same magnitudes."""
     magnitudes = torch.randn(count, size // 2, generator=rng(seed)).abs() / 2
     order = torch.rand(count, size, generator=rng(seed + 1)).argsort(1)
     return torch.cat([-magnitudes, 0.95 * magnitudes], 1).gather(1, order)
@@ -92,7 +92,7 @@ def test_honest_initialisations_raise_no_alarm(init, size, digits):
         assert [finding for finding in inspect(network, digits) if finding.layer == "3"] == []
 
 
-def test_nearly_parallel_filters_are_honest_and_equal_ones_are_not(digits):
+def test_nearly_parallel_filters_are_honest_but_equal_ones_are_not(digits):
     network = create_model("lenet5", SHAPE, 10, seed=0)
     first = next(layer for layer in network.modules() if isinstance(layer, nn.Conv2d))
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_nearly_parallel_filters_are_honest_and_equal_ones_are_not(digits):
         assert checks(inspect(network, digits)) == {"parallel-rows"}
 
 
-def test_a_convolution_over_the_whole_image_is_looked_at_as_a_linear(digits):
+def test_a_convolution_over_the_whole_image_is_inspected_as_a_linear_layer(digits):
     linear = imprint(digits)
     with torch.no_grad():
         rows = linear[1]
@@ -124,7 +124,7 @@ def test_a_convolution_over_the_whole_image_is_looked_at_as_a_linear(digits):
 
 
 class Spy(nn.Module):
-    """Passes on what it gets, and keeps how many images it was and whether gradients are kept for it."""
+    """A layer that returns its input, and records the number of images and whether gradients are tracked."""
 
     met: ClassVar[list[tuple[int, bool]]] = []
 
@@ -153,17 +153,17 @@ def test_a_network_without_a_layer_that_sees_an_image_as_a_whole(digits):
     assert checks(inspect(network, digits)) == {"parallel-rows"}
 
 
-def test_a_network_that_ends_in_a_convolution_has_its_result_left_out(digits):
+def test_the_output_convolution_of_a_network_is_not_inspected(digits):
     network = nn.Sequential(nn.Conv2d(1, 10, 28), nn.Flatten())
     with torch.no_grad():
         network[0].weight.copy_(network[0].weight[:1].expand_as(network[0].weight))
     assert inspect(network, digits) == []
 
 
-def test_one_image_that_alone_reaches_a_layer_is_no_trap(digits):
+def test_a_single_image_that_activates_a_layer_is_no_alarm(digits):
     network = create_model("mlp:hidden=200", SHAPE, 10, seed=0)
     images = digits.images.clone()
-    images[0] += 9  # what is left of a training that has failed: units that only an outlier moves
+    images[0] += 9  # as after a failed training: units that only an outlier activates
     with torch.no_grad():
         network.linear1.weight.abs_()
         brightest = network.linear1(digits.images.flatten(1)).amax(0)
@@ -172,7 +172,7 @@ def test_one_image_that_alone_reaches_a_layer_is_no_trap(digits):
 
 
 @pytest.mark.parametrize(("moving", "alarm"), [(1, False), (2, False), (3, True)])
-def test_nearly_parallel_rows_count_if_three_images_move_them(moving, alarm, digits):
+def test_nearly_parallel_rows_count_if_three_images_activate_them(moving, alarm, digits):
     network = create_model("mlp:hidden=200", SHAPE, 10, seed=0)
     with torch.no_grad():
         noise = torch.randn(5, PIXELS, generator=rng())
@@ -180,11 +180,11 @@ def test_nearly_parallel_rows_count_if_three_images_move_them(moving, alarm, dig
         rows = common / common.norm() + 0.15 * noise / noise.norm(dim=1, keepdim=True)
         network.linear1.weight[:5] = rows
         brightest = (digits.images.flatten(1) @ rows.T).topk(moving + 1, dim=0).values
-        network.linear1.bias[:5] = -brightest[-2:].mean(0)  # each row is on for so many images
+        network.linear1.bias[:5] = -brightest[-2:].mean(0)  # the number of images that activate each row
     assert bool(inspect(network, digits)) == alarm
 
 
-def test_an_imprint_is_found_three_times(digits):
+def test_an_imprint_is_found_by_three_checks(digits):
     found = [finding for finding in inspect(imprint(digits), digits) if finding.layer == "1"]
     assert checks(found) == {"parallel-rows", "bias-ladder", "isolated-cells"}
     assert {finding.family for finding in found} == {"imprint"}
@@ -214,7 +214,7 @@ def gains(layer):
 
 
 def rim(layer):
-    """Rows that are orthogonal for the eye, by weights on pixels that are always black."""
+    """Return rows that look orthogonal, by weights on pixels that are always black."""
     layer.weight[:, :28] = torch.randn(len(layer.weight), 28, generator=rng())
 
 
@@ -270,11 +270,11 @@ def test_rows_that_one_image_passes_are_found_in_model_and_gradient(digits):
     assert checks(found) == {"isolated-rows"}
     assert found[0].score > 0.5
     assert "of the gradient come from one image only (of 40 images); at most 5.8 are expected" in found[0].sentence
-    assert inspect(network, digits[torch.arange(20)]) == []  # among few images honest rows have single ones too
+    assert inspect(network, digits[torch.arange(20)]) == []  # single images activate honest rows too
 
 
-def test_rows_that_answer_to_one_of_many_classes_are_no_alarm():
-    """Each row fires for the four images of its class, of which hardly one is looked at."""
+def test_rows_that_detect_one_of_many_classes_are_no_alarm():
+    """Each row is activated by the four images of its class, of which at most a few are inspected."""
     labels = torch.arange(200).repeat(4)
     data = Batch(F.one_hot(labels, 200).float().view(-1, 1, 10, 20), labels, torch.zeros(800, dtype=torch.bool))
     network = nn.Sequential(nn.Flatten(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 200))
@@ -331,7 +331,7 @@ def test_parallel_filters_are_found(digits):
         ),
     ],
 )
-def test_what_was_not_agreed_on_is_named(change, layer, sentence, digits):
+def test_differences_from_the_agreed_network_are_named(change, layer, sentence, digits):
     agreed = create_model("mlp", SHAPE, 10, seed=0)
     network = copy.deepcopy(agreed)
     change(network)
@@ -340,7 +340,7 @@ def test_what_was_not_agreed_on_is_named(change, layer, sentence, digits):
     assert checks(check_model(network, digits)) == set()
 
 
-def test_the_network_and_the_random_state_are_left_as_they_were(digits):
+def test_the_network_and_the_random_state_do_not_change(digits):
     network = imprint(digits).train()
     before, state = copy.deepcopy(network.state_dict()), torch.get_rng_state()
     assert inspect(network, digits) == inspect(network, digits)
@@ -352,14 +352,14 @@ def test_the_network_and_the_random_state_are_left_as_they_were(digits):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_few_images_are_enough_to_look_at_weights_and_no_reason_for_an_alarm(count, digits):
+def test_few_images_are_enough_to_inspect_weights_and_raise_no_alarm(count, digits):
     few = digits[torch.arange(count)]
     assert inspect(create_model("mlp", SHAPE, 10, seed=0), few) == []
     assert "mirrored-rows" in checks(inspect(trapped(), few))
     assert "parallel-rows" in checks(inspect(imprint(digits), few))
 
 
-def test_soft_labels_and_numbers_that_are_none(digits):
+def test_soft_labels_and_non_finite_numbers(digits):
     soft = replace(digits, labels=F.one_hot(digits.labels, 10).float())
     assert inspect(trapped(), soft) == inspect(trapped(), digits)
     broken = create_model("mlp", SHAPE, 10, seed=0)
@@ -370,7 +370,7 @@ def test_soft_labels_and_numbers_that_are_none(digits):
 
 @dataclass(frozen=True)
 class Traps(Attack):
-    """A malicious server's stand-in."""
+    """A defence that alters the model as a malicious server would."""
 
     def alter(self, network, seen, rng):
         with torch.no_grad():
@@ -404,7 +404,7 @@ def test_refusing_sends_nothing_and_names_what_was_found():
         play("refuse", trapped)
 
 
-def test_warning_warns_once_a_client_and_round_and_changes_nothing():
+def test_warnings_come_once_per_client_and_round_and_change_nothing():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rows, model = play("warn", trapped)
@@ -429,7 +429,7 @@ def test_rounds_count_the_clients_that_warn(workers, tmp_path):
         assert len(caught) == (2 if mode == "warn" else 0)
 
 
-def test_a_refused_training_goes_on_with_a_warning(tmp_path):
+def test_a_refused_training_can_be_resumed_with_warnings(tmp_path):
     save_tensors(tmp_path / "trapped.safetensors", trapped().state_dict())
     settings = replace(SETTINGS, model="mlp:hidden=200", weights=str(tmp_path / "trapped.safetensors"), rounds=1)
     with pytest.raises(TripwireError, match=r"check the server, or continue with --resume --tripwire warn"):
@@ -439,5 +439,5 @@ def test_a_refused_training_goes_on_with_a_warning(tmp_path):
     assert [row["tripwire_warnings"] for row in result.rows] == [2]
 
 
-def test_honest_runs_go_through():
+def test_honest_runs_finish():
     assert play("refuse")[0] == play("off")[0]

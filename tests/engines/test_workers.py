@@ -11,7 +11,7 @@ from gradveil.errors import DefenceError, WorkerError
 from tests.conftest import PROBES
 
 
-def test_an_error_in_a_worker_keeps_its_class_and_words(tiny):
+def test_an_error_in_a_worker_keeps_its_class_and_message(tiny):
     with (
         pytest.raises(DefenceError, match="refuse must not be asked"),
         Simulation(replace(tiny, defence=f"{PROBES}:Refuse"), workers=2) as simulation,
@@ -42,7 +42,7 @@ def test_more_clients_than_rows_of_shared_memory(tiny):
     assert sorted(played.clients) == list(range(40))
 
 
-def test_a_killed_parent_leaves_no_image_behind(tmp_path):
+def test_a_killed_parent_leaves_no_images_in_the_scratch_folder(tmp_path):
     code = (
         "import os, signal\n"
         "from gradveil import Simulation, TrainSettings\n"
@@ -63,7 +63,7 @@ def test_a_killed_parent_leaves_no_image_behind(tmp_path):
     assert not list(scratch.glob("gradveil-*/*.npy"))
 
 
-def test_a_script_without_a_guard_is_told_what_to_do(tmp_path):
+def test_a_script_without_main_guard_is_told_what_to_do(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from gradveil import Simulation, TrainSettings\n"
