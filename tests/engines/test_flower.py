@@ -352,7 +352,7 @@ def test_each_site_configures_its_own_tripwire(settings, tmp_path):
 
 
 def test_warnings_of_the_sites_reach_the_server(settings, tmp_path):
-    with pytest.warns(TripwireWarning, match=r"The model that client \d received in round 1 must hold"):
+    with pytest.warns(TripwireWarning, match=r"The model that client \d received in round 1 must contain no traps"):
         row, _ = with_a_trap(replace(settings, tripwire="warn"), tmp_path).step(1)
     assert row["tripwire_warnings"] == CLIENTS
 
