@@ -1,4 +1,4 @@
-"""The paper's experiments at their smallest, on real data."""
+"""The experiments of the LODA paper at scale smoke, on real data."""
 
 import json
 import math
@@ -31,11 +31,11 @@ def smoke(name, out, data_root):
     return document["rows"], lab.out
 
 
-def test_the_papers_tables_and_figures_are_all_there():
+def test_all_tables_and_figures_of_the_paper_are_there():
     assert list(PAPER.experiments) == ["1", "2", "3", "4", "5", "6", "7", "fig2", "encodings"]
 
 
-def test_the_extractor_is_trained_on_the_other_set(tmp_path, monkeypatch):
+def test_the_extractor_is_trained_on_the_other_data_set(tmp_path, monkeypatch):
     asked, digits = [], load_dataset("mnist-5k")
 
     def load(name, root):
@@ -53,7 +53,7 @@ def test_the_extractor_is_trained_on_the_other_set(tmp_path, monkeypatch):
     assert loda_images.svhn(lab) == str(tmp_path / "svhn.npz")
 
 
-def test_accuracy_is_of_what_was_learned():
+def test_accuracy_depends_on_the_training_labels():
     rng = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (200,), generator=rng)
     patterns = torch.rand(10, 3, 8, 8, generator=rng)
@@ -67,7 +67,7 @@ def test_accuracy_is_of_what_was_learned():
     assert accuracy_under(Defence(), scene._replace(learn=wrong[:100]), "resnet20:width=4", 8, 0) < 0.5
 
 
-def test_guesses_go_with_their_own_image_unless_they_were_mixed():
+def test_guesses_keep_their_order_unless_images_were_mixed():
     truth = torch.eye(4).view(4, 1, 2, 2)
     turned = truth.roll(1, 0)
     assert torch.equal(_paired(truth, turned, mixed=False), turned)
@@ -79,10 +79,10 @@ def test_guesses_go_with_their_own_image_unless_they_were_mixed():
 
 
 @pytest.mark.parametrize("spec", ["none", "mixup:k=2,pool=data", "prune:fraction=0.5"])
-def test_the_weight_of_total_variation_is_the_one_that_serves_public_images_best(tmp_path, monkeypatch, spec):
+def test_the_weight_of_total_variation_is_best_for_public_images(tmp_path, monkeypatch, spec):
     rng = torch.Generator().manual_seed(0)
     batch = Batch(torch.rand(12, 3, 32, 32, generator=rng), torch.arange(12) % 10, torch.zeros(12) > 0)
-    private = replace(batch, images=torch.full_like(batch.images, torch.nan))  # nothing may be read off these
+    private = replace(batch, images=torch.full_like(batch.images, torch.nan))  # private images must not be used
     scene = LodaScene("noise", private[:6], private, batch, batch)
 
     class Rehearsed(NamedTuple):

@@ -1,4 +1,4 @@
-"""ATS (Gao et al. 2021): the search for policies, and how they fare in the first steps (Balunovic et al. 2022)."""
+"""ATS (Gao et al. 2021): the search for policies, and attacks in the first training steps (Balunovic et al. 2022)."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ MODEL = "lenet-dlg:activation=relu,init=default"
 PUBLISHED = ("21-13-3", "7-4-15")
 SHOWN = 10
 KEPT = 63
-"""Images that the authors' accuracy score is of, about: their code keeps one of each class among 100 of CIFAR-100."""
+"""Approximate number of images in the authors' accuracy score: one per class among 100 images of CIFAR-100."""
 
 
 def _images(split: Split, rows: np.ndarray) -> Batch:
@@ -60,7 +60,7 @@ def _under(policy: str, images: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def search(lab: Lab) -> Result:
-    """Random policies by their privacy among those that keep enough accuracy, and the published ones."""
+    """Rank random policies that keep enough accuracy by privacy, and score the published policies."""
     dataset = load_dataset("cifar10", lab.data_root)
     candidates, looked = lab.pick(3, 60, 1600), lab.pick(8, 50, 100)
     semi = _trained(lab, dataset, "none", lab.pick(2, 40, 156), epochs=lab.pick(1, 5, 100))
@@ -84,15 +84,15 @@ def search(lab: Lab) -> Result:
         for each in shown
     ]  # fmt: skip
     notes = [
-        f"{candidates:,} random policies of one to three operations (the paper: 1,600), {looked} test images, {MODEL}; "
-        f"the authors' least accuracy score of -85 is of some {KEPT} images, and {least:.3g} for {looked}.",
-        "Lower privacy scores hide more; higher accuracy scores keep more.",
+        f"{candidates:,} random policies of one to three operations (the paper: 1,600), {looked} test images, {MODEL}. "
+        f"The authors require an accuracy score of -85 on about {KEPT} images, or {least:.3g} on {looked} images.",
+        "Lower privacy scores hide more; higher accuracy scores keep more accuracy.",
     ]
     return Result(rows, notes)
 
 
 def early(lab: Lab) -> Result:
-    """Gradient inversion of networks that took few steps under the hybrid policy."""
+    """Attack networks by gradient inversion after few training steps under the hybrid policy."""
     dataset = load_dataset("cifar10", lab.data_root)
     spec, count = "ats", lab.pick(2, 8, 32)
     order = torch.randperm(len(dataset.train), generator=stream(lab.seed, "ats", "targets"))[:count]
@@ -109,8 +109,9 @@ def early(lab: Lab) -> Result:
         rows.append({"steps": steps} | lab.once(("early", spec, steps, count), work))
     lab.progress(1.0, "done")
     notes = [
-        f"{MODEL}, one CIFAR-10 image a gradient, labels known, policy 21-13-3+7-4-15, {count} images; 32 a step.",
-        "Balunovic et al. invert batches of 32 after 1 to 50 steps; they find that ATS protects only later.",
+        f"{MODEL}, one CIFAR-10 image per gradient, labels known, policy 21-13-3+7-4-15, {count} attacked images; "
+        "training takes 32 images per step.",
+        "Balunovic et al. invert batches of 32 after 1 to 50 steps; they find that ATS does not protect this early.",
     ]
     return Result(rows, notes)
 
@@ -118,7 +119,7 @@ def early(lab: Lab) -> Result:
 def _inverted(
     lab: Lab, dataset: Dataset, network: nn.Module, spec: str, private: Batch, public: Batch
 ) -> dict[str, float | None]:
-    """Mean PSNR of what gradient inversion finds of single images, before and after the policy is undone."""
+    """Return the mean PSNR of gradient inversion on single images, before and after undoing the policy."""
     seen = observe(
         network,
         [private[slice(i, i + 1)] for i in range(len(private))],
@@ -140,7 +141,7 @@ def _inverted(
 
 
 def _exact(seen: Observation, back: Reconstruction) -> Tensor:
-    """What undoing the policy gives from the transformed images themselves."""
+    """Undo the policy on the true transformed images."""
     shown = seen.encodings.images.view_as(back.images)
     return Untransform().decode(replace(back, images=shown), seen, torch.Generator()).images.flatten(0, 1)
 
@@ -149,7 +150,7 @@ PAPER = Paper(
     "ats",
     "Gao et al. 2021, Privacy-preserving Collaborative Learning with Automatic Transformation Search, CVPR",
     {
-        "search": Experiment("Policies by their scores", search),
-        "early": Experiment("Inversion in the first steps", early),
+        "search": Experiment("Policies ranked by their scores", search),
+        "early": Experiment("Gradient inversion in the first training steps", early),
     },
 )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -22,6 +21,7 @@ from gradveil.models import create_model
 from gradveil.progress import listening
 from gradveil.randomness import derive_seed, stream
 from gradveil.reproduce.base import Lab, Result, picture_lines, rounded
+from gradveil.reproduce.trainings import thinned
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
 from gradveil.types import Batch, Tensors
@@ -89,8 +89,8 @@ def attacked(
 
 
 def _public(data: Dataset) -> Batch:
-    places = np.linspace(0, len(data.test) - 1, min(MOST_PUBLIC_IMAGES, len(data.test))).astype(int)
-    return to_batch(data.test.images[places], data.test.labels[places])
+    some = thinned(data.test, MOST_PUBLIC_IMAGES)
+    return to_batch(some.images, some.labels)
 
 
 def figures_of(found: Attacked, root: Path | None) -> dict[str, float | None]:

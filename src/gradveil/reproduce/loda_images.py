@@ -1,4 +1,4 @@
-"""What LODA's paper compares: images hidden from gradient inversion, decoded again, and learned from."""
+"""The measurements of the LODA paper: inverting and decoding encoded images, and training on them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,16 +40,16 @@ NOWHERE = Path("no data root")
 EXTRACTOR = "resnet20"
 MEAN, STD = "0.4914/0.4822/0.4465", "0.2023/0.1994/0.201"
 TV = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-"""The weights of total variation that the paper searches."""
+"""The grid from which the paper chooses the weight of total variation."""
 REHEARSED = 8
-"""Mixtures of public images that they are tried on; of others as many images as are attacked."""
+"""Number of public mixtures that the grid is tried on; other defences use as many images as are attacked."""
 NUM_PUBLIC = 500
-"""Test images, the last, that stand for public data; accuracy is taken on the first."""
+"""Number of test images, taken from the end, that serve as public data; accuracy is measured on the first ones."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything a scale takes."""
+    """The sizes of all measurements at one scale."""
 
     targets: int
     rounds: int
@@ -64,7 +64,7 @@ class Sizes:
 
 
 def sizes_of(lab: Lab) -> Sizes:
-    """Those of the lab's scale."""
+    """Return the sizes of the lab's scale."""
     return lab.pick(
         Sizes(6, 24, 5, 3, 10, 2, 40, 100, 1, "resnet20:width=4"),
         Sizes(8, 400, 300, 500, 150, 12, 200, 2000, 20, "resnet20:width=8"),
@@ -73,7 +73,7 @@ def sizes_of(lab: Lab) -> Sizes:
 
 
 class LodaScene(NamedTuple):
-    """A data set's private images that are attacked, those that are learned from and tested on, and public ones."""
+    """The images of one data set: attacked private ones, ones to train and to test on, and public ones."""
 
     name: str
     private: Batch
@@ -83,7 +83,7 @@ class LodaScene(NamedTuple):
 
 
 def make_scene(lab: Lab, dataset: Dataset) -> LodaScene:
-    """Draw private images and those to learn from, and split the test images."""
+    """Draw the private and the training images, and split the test images."""
     sizes = sizes_of(lab)
     order = torch.randperm(len(dataset.train), generator=stream(lab.seed, "loda", "targets"))
     private, learn = order[: sizes.targets], order[sizes.targets :][: sizes.learn]
@@ -102,7 +102,7 @@ def _batch(split: Split, rows: np.ndarray) -> Batch:
 
 
 def loda_spec(lab: Lab, scene: LodaScene, layers: str, c: float) -> str:
-    """LODA with an extractor that was trained on public data, as a text."""
+    """Return the spec of LODA with an extractor trained on public data."""
     return (
         f"loda:extractor={EXTRACTOR},weights={extractor(lab, scene)},classes=10,mean=0/0/0,std=1/1/1,layers={layers},"
         f"c={c},steps={sizes_of(lab).obscuring}"
@@ -110,7 +110,7 @@ def loda_spec(lab: Lab, scene: LodaScene, layers: str, c: float) -> str:
 
 
 def extractor(lab: Lab, scene: LodaScene) -> Path:
-    """The file of a network's weights that were trained on the other of CIFAR-10 and SVHN, on pixels as they are."""
+    """Train a network without normalisation on the other of CIFAR-10 and SVHN, and return its file of weights."""
     name = svhn(lab) if scene.name == "cifar10" else "cifar10"
 
     def work() -> Tensors:
@@ -130,19 +130,19 @@ def extractor(lab: Lab, scene: LodaScene) -> Path:
 
 
 def svhn(lab: Lab) -> str:
-    """The crops that lie in the data root as a file, else the named set."""
+    """Return the path of svhn.npz in the data root if it exists, or else the name of the set."""
     path = (lab.data_root or NOWHERE) / "svhn.npz"
     return str(path) if path.is_file() else "svhn"
 
 
-# --- what is attacked -------------------------------------------------------------------------------------------------
+# --- Attacks ----------------------------------------------------------------------------------------------------------
 
 
 def searched_tv(lab: Lab, scene: LodaScene, spec: str) -> float:
-    """The weight of total variation, out of the paper's grid, that serves best on public images.
+    """Return the weight of total variation, out of the paper's grid, that reconstructs public images best.
 
-    The attacker hides these itself by the defence that it knows of, inverts their gradients, and compares what it finds
-    with what the network saw.
+    The attacker encodes public images by the defence that it knows, inverts their gradients, and compares the
+    reconstructions with the encodings.
     """
     defence, sizes = build_defence(spec), sizes_of(lab)
 
@@ -160,14 +160,14 @@ def searched_tv(lab: Lab, scene: LodaScene, spec: str) -> float:
 
 
 def _inversion(lab: Lab, defence: Defence, tv: float, *, adaptive: bool) -> Gs:
-    adapt = "" if adaptive and not defence.hides_images else "none"  # what is hidden is decoded later
+    adapt = "" if adaptive and not defence.hides_images else "none"  # encoded images are decoded later
     return Gs(iterations=sizes_of(lab).iterations, tv=tv, sign="none", schedule="cosine", lr=0.1, adapt=adapt)
 
 
 def _guessed(
     lab: Lab, scene: LodaScene, defence: Defence, tv: float, *, adaptive: bool
 ) -> tuple[Reconstruction, Observation]:
-    """What gradient inversion finds of single encodings of the private images, and what was seen."""
+    """Invert the gradients of single encodings of private images; return reconstructions and observation."""
     seen = _gradients(lab, scene, scene.private, defence, sizes_of(lab).rounds)
     attack = _inversion(lab, defence, tv, adaptive=adaptive)
 
@@ -180,7 +180,7 @@ def _guessed(
 
 
 def _gradients(lab: Lab, scene: LodaScene, hidden: Batch, defence: Defence, rounds: int, *knows: str) -> Observation:
-    """What the server has of images that are hidden: a gradient of each, of mixtures one in each of so many rounds."""
+    """Return what the server sees of encoded images: one gradient per image, or per round for mixtures."""
     mixes = isinstance(defence, Mixup)
     network = create_model(ATTACKED, _shape(hidden), 10, lab.seed).eval()
     clients = [hidden] if mixes else [hidden[slice(i, i + 1)] for i in range(len(hidden))]
@@ -199,7 +199,7 @@ def _gradients(lab: Lab, scene: LodaScene, hidden: Batch, defence: Defence, roun
 
 
 def decoder_of(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder | None:
-    """What an attacker who knows the defence does with its guesses; None where there is nothing to do."""
+    """Return the decoder of an attacker who knows the defence, or None if there is nothing to decode."""
     sizes = sizes_of(lab)
     if isinstance(defence, Mixup):
         return Unmix(train=sizes.train, restarts=lab.pick(1, 2, 8), rounds=sizes.unmixing)
@@ -212,7 +212,7 @@ def decoder_of(lab: Lab, defence: Defence, way: str = "stationarity") -> Decoder
 def figures_under(
     lab: Lab, scene: LodaScene, spec: str, *, adaptive: bool, way: str = "stationarity"
 ) -> tuple[list[dict[str, Any]], Tensor]:
-    """The figures of each private image, and the guess for it; ``way`` is how LODA is decoded."""
+    """Return the scores and the guess of each private image; ``way`` is how LODA is decoded."""
     defence, truth = build_defence(spec), scene.private.images
     tv = searched_tv(lab, scene, spec if adaptive else "none")
 
@@ -229,10 +229,11 @@ def figures_under(
 
 
 def _paired(truth: Tensor, guesses: Tensor, *, mixed: bool) -> Tensor:
-    """The guess for each private image.
+    """Return the guess for each private image.
 
-    One client has one image, unless they are ``mixed``: then they are assigned, or where there are more guesses than
-    images, as of mixtures that nobody decoded, each image has its nearest, which no attacker can choose.
+    Each client has one image, so guesses are already in order unless they are ``mixed``. Mixed guesses are assigned one
+    to one. If there are more guesses than images, as for mixtures that were not decoded, each image gets its nearest
+    guess, which no attacker can choose.
     """
     if not mixed:
         return guesses
@@ -242,7 +243,7 @@ def _paired(truth: Tensor, guesses: Tensor, *, mixed: bool) -> Tensor:
 
 
 def summary(figures: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Means, and what is worst for the private images."""
+    """Return means, and the values of the worst-protected image."""
     lpips = [each["lpips"] for each in figures if each["lpips"] is not None]
     psnr = [each["psnr"] for each in figures if each["psnr"] is not None]
     return {
@@ -253,11 +254,11 @@ def summary(figures: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-# --- what is learned --------------------------------------------------------------------------------------------------
+# --- Accuracy ---------------------------------------------------------------------------------------------------------
 
 
 def accuracy_under(defence: Defence, scene: LodaScene, model: str, epochs: int, seed: int) -> float:
-    """Test accuracy of a network that one client trains from scratch under a defence."""
+    """Return the test accuracy of a network that one client trains from scratch under a defence."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         network = create_model(model, _shape(scene.learn), 10, seed, Normalisation(_numbers(MEAN), _numbers(STD)))
@@ -274,7 +275,7 @@ def accuracy_under(defence: Defence, scene: LodaScene, model: str, epochs: int, 
 
 
 def learned(lab: Lab, scene: LodaScene, spec: str, model: str = "") -> float | None:
-    """Accuracy of the lab's network, or another; pruning is of every step's gradient there."""
+    """Return the accuracy of the scale's network or of ``model``; here pruning acts on the gradient of every step."""
     sizes = sizes_of(lab)
     model = model or sizes.model
     spec = spec.replace("prune:", "prune:where=gradient,")
@@ -289,7 +290,7 @@ def learned(lab: Lab, scene: LodaScene, spec: str, model: str = "") -> float | N
 
 
 def _obscured(lab: Lab, scene: LodaScene, loda: Loda) -> Batch:
-    """The images that are learned from, as LODA makes them."""
+    """Return the training images as obscured by LODA."""
 
     def work() -> Tensors:
         return {"images": loda.on_data(scene.learn, device(lab, scene)).images}
@@ -298,15 +299,15 @@ def _obscured(lab: Lab, scene: LodaScene, loda: Loda) -> Batch:
 
 
 def device(lab: Lab, scene: LodaScene) -> Client:
-    """A client with the private images and public ones at hand."""
+    """Return a client with the private images and the public images."""
     network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed)
     rng = stream(lab.seed, "loda", "obscure")
-    folder = PrivateFolder(lab.kept / "obscured")  # batches of an obscuring that was killed
+    folder = PrivateFolder(lab.kept / "obscured")  # keeps finished batches if interrupted
     return Client(0, 1, network, {}, scene.private, {}, {}, rng, scene.public, folder)
 
 
 def shown(lab: Lab, scene: LodaScene, defence: Defence, rounds: int) -> Observation:
-    """What an attacker has who is given the encodings of so many rounds."""
+    """Return what an attacker sees who is given the encodings of ``rounds`` rounds."""
     return observe(
         create_model(ATTACKED, _shape(scene.private), 10, lab.seed).eval(),
         [scene.private],
