@@ -10,7 +10,7 @@ from gradveil.attacks.dlg import Dlg
 from gradveil.attacks.gradinversion import Gradinversion
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
-from gradveil.attacks.parts import search
+from gradveil.attacks.parts import search_step
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.federated.protocol import LocalSettings
 from gradveil.metrics import align
@@ -85,13 +85,13 @@ def test_a_restart_that_diverged_never_wins(monkeypatch):
 def test_a_target_that_is_done_leaves_and_the_others_go_on(monkeypatch):
     truth, _, seen = scene(targets=3)
     sizes = []
-    evaluate = search.SearchStep._evaluate
+    evaluate = search_step.SearchStep.evaluate
 
     def watch(step, flat, task):
         sizes.append(len(flat))
         return evaluate(step, flat, task)
 
-    monkeypatch.setattr(search.SearchStep, "_evaluate", watch)
+    monkeypatch.setattr(search_step.SearchStep, "evaluate", watch)
     result = run(Gs(iterations=800, sign="none", schedule="cosine", tv=0.0, stop_below=1e-4), seen)
     assert sizes[0] == 3
     assert sizes[-1] < 3
@@ -146,7 +146,7 @@ def test_without_a_compiler_auto_goes_on_and_on_says_so(monkeypatch):
     def fails(function, examples):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(search, "compiled", fails)
+    monkeypatch.setattr(search_step, "compiled", fails)
     _, _, seen = scene(targets=1)
     monkeypatch.setattr(matching, "_LONG", 1)
     assert run(Gs(iterations=2), seen).images.isfinite().all()

@@ -14,7 +14,8 @@ from gradveil.attacks import build_attack
 from gradveil.attacks.parts.adaptive import answers, turned
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.attacks.parts.objectives import Objective
-from gradveil.attacks.parts.search import Search, SearchStep, SearchTask
+from gradveil.attacks.parts.search import Search
+from gradveil.attacks.parts.search_step import SearchStep, SearchTask
 from gradveil.defences import Arrived, Client, Countermove, Defence, build_defence
 from gradveil.defences.dcs2 import Dcs2, projected
 from gradveil.errors import ConfigError, DefenceError

@@ -651,7 +651,7 @@ def test_a_traced_search_takes_the_same_steps(grants, monkeypatch):
             graph = make_fx(function)(*examples)
         return torch.no_grad()(lambda *given: tuple(graph(*given)))
 
-    monkeypatch.setattr("gradveil.attacks.parts.search.compiled", traced)
+    monkeypatch.setattr("gradveil.attacks.parts.search_step.compiled", traced)
     found = []
     for compiled in ("off", "on"):
         _, seen = seen_by(*grants)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.parts.objectives import Objective
-from gradveil.attacks.parts.optimisers import BatchedAdam, Closure
+from gradveil.attacks.parts.optimisers import BatchedAdam, Closure, LearningRate
 from gradveil.attacks.parts.priors import total_variation
 from gradveil.attacks.parts.representations import ROWS, class_representations, linear_chain
 from gradveil.attacks.parts.starts import begin
@@ -133,7 +133,7 @@ class Representations(Attack):
 
     def _descend(self, start: Tensor, closure: Closure, space: Space) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield iterates with their losses, from the start to the last."""
-        optimiser = BatchedAdam(start, lr=self.lr, steps=self.iterations, schedule="cosine", project=space.box)
+        optimiser = BatchedAdam(start, LearningRate(self.lr, self.iterations, "cosine"), project=space.box)
         for _ in range(self.iterations):
             before = optimiser.variables
             yield before, optimiser.step(closure)

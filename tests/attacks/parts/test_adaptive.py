@@ -9,7 +9,8 @@ from gradveil.attacks.idlg import Idlg
 from gradveil.attacks.parts.adaptive import ROUGHNESS
 from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.attacks.parts.objectives import Objective
-from gradveil.attacks.parts.search import Priors, Search, SearchStep
+from gradveil.attacks.parts.search import Priors, Search
+from gradveil.attacks.parts.search_step import SearchStep
 from gradveil.defences import Countermove, Defence, build_defence
 from gradveil.errors import UnknownNameError
 from gradveil.federated.protocol import LocalSettings
@@ -121,13 +122,13 @@ def test_the_compiled_step_plays_the_countermove_too():
 def test_under_noise_the_likelihood_starts_where_the_attacks_own_distance_ends(monkeypatch):
     """Each phase has all of the steps, and the likelihood has the last word."""
     _, _, seen = scene(defence=build_defence("gaussian:std=0.1"), grants=KNOWS)
-    kinds, evaluate = [], SearchStep._evaluate
+    kinds, evaluate = [], SearchStep.evaluate
 
     def watched(step, flat, task):
         kinds.append(step.search.objective.kind)
         return evaluate(step, flat, task)
 
-    monkeypatch.setattr(SearchStep, "_evaluate", watched)
+    monkeypatch.setattr(SearchStep, "evaluate", watched)
     result = run(Gs(iterations=7, keep=7, compile="off"), seen)
     assert kinds == ["cosine"] * 8 + ["l2"] * 8  # 7 steps, and a last look, of each
     assert result.steps == (0, 2, 4, 6, 8, 10, 12, 14)

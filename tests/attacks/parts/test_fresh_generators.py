@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradveil.attacks.parts.fresh_generators import FreshGenerators, doubled_convolution
-from gradveil.attacks.parts.optimisers import BatchedRmsprop
+from gradveil.attacks.parts.optimisers import BatchedRmsprop, LearningRate
 
 
 @settings(deadline=None, max_examples=20)
@@ -74,7 +74,7 @@ def test_images_and_steps_are_those_of_the_published_network(side):
     start = torch.cat([starts, logits], 1)
     assert torch.allclose(ours.pictures(starts, None), torch.cat([net()[0] for net in theirs]), atol=1e-5)
     rates = torch.cat([ours.rates(), torch.full((3,), ours.label_rate)])
-    rmsprop = BatchedRmsprop(start, lr=1e-3, rates=rates, steps=6)
+    rmsprop = BatchedRmsprop(start, LearningRate(1e-3, 6), factors=rates)
     adams = [torch.optim.RMSprop(net.parameters(), lr=1e-3, momentum=0.99) for net in theirs]
     for _ in range(6):
         rmsprop.step(closure)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, BatchedRmsprop, decay, signed
+from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, BatchedRmsprop, LearningRate, decay, signed
 from gradveil.errors import UnknownNameError
 
 
@@ -77,7 +77,7 @@ def test_equals_torch_adam_on_every_target(schedule):
         values = loss(leaf, slice(None))
         return values.detach(), torch.autograd.grad(values.sum(), leaf)[0]
 
-    ours = BatchedAdam(starts, lr=0.1, steps=20, schedule=schedule)
+    ours = BatchedAdam(starts, LearningRate(0.1, 20, schedule))
     theirs = starts.clone().requires_grad_()
     adam = torch.optim.Adam([theirs], lr=0.1)
     for step in range(20):
@@ -88,7 +88,7 @@ def test_equals_torch_adam_on_every_target(schedule):
     assert torch.allclose(ours.variables, theirs.detach())
 
 
-@pytest.mark.parametrize("kind", [BatchedLbfgs, lambda x: BatchedAdam(x, lr=0.1, steps=9, sign="soft")])
+@pytest.mark.parametrize("kind", [BatchedLbfgs, lambda x: BatchedAdam(x, LearningRate(0.1, 9), sign="soft")])
 def test_those_that_stay_go_on_as_if_no_one_had_left(kind):
     loss, starts = problems(4, 5, 3)
 
@@ -117,10 +117,10 @@ def test_noise_and_projection_of_adam():
         return torch.zeros(len(x)), torch.zeros_like(x)
 
     start = torch.zeros(50, 40)
-    noisy = BatchedAdam(start, lr=0.5, steps=1, noise=0.2, rng=torch.Generator().manual_seed(0))
+    noisy = BatchedAdam(start, LearningRate(0.5, 1), noise=0.2, rng=torch.Generator().manual_seed(0))
     noisy.step(flat)
     assert noisy.variables.std().item() == pytest.approx(0.1, rel=0.1)
-    boxed = BatchedAdam(start + 3, lr=0.5, steps=1, project=lambda x: x.clamp(0, 1))
+    boxed = BatchedAdam(start + 3, LearningRate(0.5, 1), project=lambda x: x.clamp(0, 1))
     boxed.step(flat)
     assert boxed.variables.max() == 1
 
@@ -157,7 +157,7 @@ def test_equals_torch_rmsprop_on_every_target_and_variable(count, momentum, seed
         values = loss(leaf, slice(None))
         return values.detach(), torch.autograd.grad(values.sum(), leaf)[0]
 
-    ours = BatchedRmsprop(starts, lr=1e-3, rates=rates, steps=5, momentum=momentum)
+    ours = BatchedRmsprop(starts, LearningRate(1e-3, 5), factors=rates, momentum=momentum)
     for _ in range(5):
         ours.step(closure)
     for target in range(count):
@@ -177,7 +177,7 @@ def test_targets_can_leave_rmsprop():
     def closure(x, aims=aims):
         return (x - aims).square().sum(1), 2 * (x - aims)
 
-    whole, part = (BatchedRmsprop(torch.zeros(3, 1), lr=1e-2, rates=torch.ones(1), steps=2) for _ in range(2))
+    whole, part = (BatchedRmsprop(torch.zeros(3, 1), LearningRate(1e-2, 2), factors=torch.ones(1)) for _ in range(2))
     for optimiser in (whole, part):
         optimiser.step(closure)
     staying = torch.tensor([True, False, True])
@@ -194,7 +194,7 @@ def test_rmsprop_slows_down_by_its_schedule():
     steps = {}
     for schedule in ("constant", "steps"):
         optimiser = BatchedRmsprop(
-            torch.zeros(1, 1), lr=1.0, rates=torch.ones(1), steps=8, schedule=schedule, kept=0.0, momentum=0.0
+            torch.zeros(1, 1), LearningRate(1.0, 8, schedule), factors=torch.ones(1), kept=0.0, momentum=0.0
         )
         places = [float(optimiser.variables)]
         for _ in range(8):

@@ -1,12 +1,12 @@
-"""Optimisers for many independent problems at once: row t of every variable belongs to target t.
+"""Optimisers for many independent problems at once: row t of the variables belongs to problem t.
 
-`BatchedAdam` equals `torch.optim.Adam`, `BatchedRmsprop` equals `torch.optim.RMSprop`, `BatchedLbfgs` equals
-`torch.optim.LBFGS` (without line search), each on every target by itself. From all, targets that are done can leave
-(`keep`).
+On each row alone, `BatchedAdam` equals `torch.optim.Adam`, `BatchedRmsprop` equals `torch.optim.RMSprop`, and
+`BatchedLbfgs` equals `torch.optim.LBFGS` without line search. Rows that are done can be dropped (`keep`).
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,14 +16,14 @@ from gradveil.errors import UnknownNameError
 SCHEDULES = ("constant", "steps", "cosine")
 SIGNS = ("none", "hard", "soft")
 Closure = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Takes the variables (T, D); returns the losses (T,) and their gradients (T, D)."""
+"""A function from variables (T, D) to losses (T,) and their gradients (T, D)."""
 
 
 def decay(schedule: str, step: int, steps: int) -> float:
-    """The factor on the learning rate at a step, from 0.
+    """Return the factor on the learning rate at a step, counted from 0.
 
-    ``constant``; ``steps``: times 0.1 at 3/8, 5/8 and 7/8 of the way (GS); ``cosine``: half a cosine after a warm-up
-    over the first 50 steps (breaching's modern settings).
+    ``constant``: 1. ``steps``: times 0.1 after 3/8, 5/8 and 7/8 of the steps (GS). ``cosine``: half a cosine, with a
+    warm-up over the first 50 steps (breaching's modern settings).
 
     Example:
         >>> [decay("steps", s, 8) for s in (0, 3, 5, 7)]
@@ -40,8 +40,27 @@ def decay(schedule: str, step: int, steps: int) -> float:
     raise UnknownNameError("schedule", schedule, SCHEDULES)
 
 
+@dataclass(frozen=True)
+class LearningRate:
+    """A learning rate that follows a schedule.
+
+    Attributes:
+        start: the learning rate before any decay.
+        steps: the number of steps that the schedule spans.
+        schedule: constant, steps or cosine; see `decay`.
+    """
+
+    start: float
+    steps: int
+    schedule: str = "constant"
+
+    def decay(self, step: int) -> float:
+        """Return the factor on ``start`` at a step, counted from 0."""
+        return decay(self.schedule, step, self.steps)
+
+
 def signed(gradient: Tensor, kind: str, progress: float) -> Tensor:
-    """The gradient as an attacker feeds it to Adam: ``none``, ``hard`` (its sign, GS) or ``soft`` (tanh)."""
+    """Return the gradient that Adam is given: unchanged (``none``), its sign (``hard``, GS) or its tanh (``soft``)."""
     if kind == "none":
         return gradient
     if kind == "hard":
@@ -53,43 +72,38 @@ def signed(gradient: Tensor, kind: str, progress: float) -> Tensor:
 
 
 class BatchedAdam:
-    """Adam on T independent problems, with what attackers do to its gradient and rate.
+    """Adam on T independent problems, with the changes to gradient and step that attacks use.
 
     Args:
         variables: (T, D).
-        lr: the rate at the start.
-        steps: how many there will be, for the schedule.
-        schedule: as in `decay`.
-        sign: as in `signed`.
-        noise: standard deviation, times the rate, of what is added to each step (Langevin).
-        rng: for the noise; a CPU generator.
-        project: applied after each step, e.g. a box.
+        rate: the learning rate.
+        sign: how the gradient is transformed first; see `signed`.
+        noise: standard deviation of the noise added to each step, as a multiple of the learning rate (Langevin).
+        rng: source of the noise; a CPU generator.
+        project: applied to the variables after each step, for example to keep them in a box.
     """
 
     def __init__(
         self,
         variables: Tensor,
+        rate: LearningRate,
         *,
-        lr: float,
-        steps: int,
-        schedule: str = "constant",
         sign: str = "none",
         noise: float = 0.0,
         rng: torch.Generator | None = None,
         project: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.variables = variables.detach().clone()
-        self._lr, self._steps, self._schedule, self._sign = lr, steps, schedule, sign
-        self._noise, self._rng, self._project = noise, rng, project
+        self._rate, self._sign, self._noise, self._rng, self._project = rate, sign, noise, rng, project
         self._mean, self._square = torch.zeros_like(variables), torch.zeros_like(variables)
         self._step = 0
         self._all, self._rows = len(variables), torch.arange(len(variables), device=variables.device)
 
     def step(self, closure: Closure) -> Tensor:
-        """One step; returns the losses before it, (T,)."""
+        """Take one step and return the losses (T,) before it."""
         loss, gradient = closure(self.variables)
-        gradient = signed(gradient, self._sign, self._step / self._steps)
-        rate = self._lr * decay(self._schedule, self._step, self._steps)
+        gradient = signed(gradient, self._sign, self._step / self._rate.steps)
+        rate = self._rate.start * self._rate.decay(self._step)
         self._step += 1
         self._mean.lerp_(gradient, 1 - _BETAS[0])
         self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
@@ -97,13 +111,15 @@ class BatchedAdam:
         denominator = self._square.sqrt().div_(scale).add_(_EPSILON)
         moved = self.variables.addcdiv(self._mean, denominator, value=-rate / (1 - _BETAS[0] ** self._step))
         if self._noise:
-            drawn = torch.randn(self._all, moved.shape[1], generator=self._rng).to(moved)  # for those that left, too
+            drawn = torch.randn(self._all, moved.shape[1], generator=self._rng).to(
+                moved
+            )  # for dropped rows too
             moved += rate * self._noise * drawn[self._rows]
         self.variables = self._project(moved) if self._project else moved
         return loss
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with some of the targets, given as a mask."""
+        """Drop all rows but those of a mask (T,)."""
         self.variables, self._mean, self._square = (t[rows] for t in (self.variables, self._mean, self._square))
         self._rows = self._rows[rows]
 
@@ -117,47 +133,37 @@ class BatchedRmsprop:
 
     Args:
         variables: (T, D).
-        lr: the rate.
-        rates: (D,) factors on it.
-        steps: how many there will be, for the schedule.
-        schedule: as in `decay`.
+        rate: the learning rate.
+        factors: (D,) factors on the learning rate.
         kept: share of the running mean of squares that a step keeps.
         momentum: share of the last step that is added to the next.
     """
 
     def __init__(
-        self,
-        variables: Tensor,
-        *,
-        lr: float,
-        rates: Tensor,
-        steps: int,
-        schedule: str = "constant",
-        kept: float = 0.99,
-        momentum: float = 0.99,
+        self, variables: Tensor, rate: LearningRate, *, factors: Tensor, kept: float = 0.99, momentum: float = 0.99
     ) -> None:
         self.variables = variables.detach().clone()
-        self._rates, self._kept, self._momentum = (-lr * rates).to(variables), kept, momentum
-        self._steps, self._schedule, self._number = steps, schedule, 0
+        self._rate, self._number = rate, 0
+        self._rates, self._kept, self._momentum = (-rate.start * factors).to(variables), kept, momentum
         self._square, self._step = torch.zeros_like(variables), torch.zeros_like(variables)
 
     def step(self, closure: Closure) -> Tensor:
-        """One step; returns the losses before it, (T,)."""
+        """Take one step and return the losses (T,) before it."""
         loss, gradient = closure(self.variables)
         self._square.mul_(self._kept).addcmul_(gradient, gradient, value=1 - self._kept)
         self._step.mul_(self._momentum).addcdiv_(gradient, self._square.sqrt().add_(_EPSILON))
-        share = decay(self._schedule, self._number, self._steps)
+        share = self._rate.decay(self._number)
         self._number += 1
         self.variables = torch.addcmul(self.variables, self._step, self._rates, value=share)
         return loss
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with some of the targets, given as a mask."""
+        """Drop all rows but those of a mask (T,)."""
         self.variables, self._square, self._step = (t[rows] for t in (self.variables, self._square, self._step))
 
 
 class BatchedLbfgs:
-    """L-BFGS on T independent problems; each target stops, restarts its history and steps by itself.
+    """L-BFGS on T independent problems; each row has its own history, step length and stopping.
 
     Settings and stopping rules are those of `torch.optim.LBFGS` with ``line_search_fn=None``.
     """
@@ -177,7 +183,7 @@ class BatchedLbfgs:
         self._lr, self._max_iterations, self._history = lr, max_iterations, history
         self._tolerance_gradient, self._tolerance_change = tolerance_gradient, tolerance_change
         new = variables.new_zeros
-        self._differences = new(history, targets, size)  # slot s of target t is [s, t]
+        self._differences = new(history, targets, size)  # slot s of row t is [s, t]
         self._steps = new(history, targets, size)
         self._inverse = new(history, targets)  # 1 / <y, s> of each slot
         self._rows = torch.arange(targets, device=variables.device)
@@ -189,7 +195,7 @@ class BatchedLbfgs:
         self._iterations = torch.zeros(targets, dtype=torch.long, device=variables.device)
 
     def step(self, closure: Closure) -> Tensor:
-        """Up to ``max_iterations`` iterations for each target; returns the losses at the start, (T,)."""
+        """Take up to ``max_iterations`` iterations per row and return the losses (T,) before them."""
         loss, gradient = closure(self.variables)
         first = loss
         active = gradient.abs().amax(1) > self._tolerance_gradient
@@ -218,7 +224,7 @@ class BatchedLbfgs:
         return first
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with some of the targets, given as a mask."""
+        """Drop all rows but those of a mask (T,)."""
         self.variables, self._direction, self._last_gradient = (
             t[rows] for t in (self.variables, self._direction, self._last_gradient)
         )
@@ -230,7 +236,7 @@ class BatchedLbfgs:
         self._rows = torch.arange(len(self.variables), device=self.variables.device)
 
     def _update_direction(self, gradient: Tensor, active: Tensor) -> None:
-        """Add the newest pair to each active target's history and apply the two-loop recursion."""
+        """Add the newest pair to each active row's history and apply the two-loop recursion."""
         begun = self._iterations > 1
         difference = gradient - self._last_gradient
         step = self._direction * self._rate[:, None]
@@ -264,7 +270,7 @@ class BatchedLbfgs:
         self._count = self._count + accept
 
     def _recall(self, age: int, *, alike: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Each target's pair of a given age, with an inverse of 0 where it has none; ``alike``: all have as many."""
+        """Return each row's pair of a given age, and an inverse of 0 if it has none; ``alike``: all have as many."""
         slots = (self._count - 1 - age) % self._history
         if alike:
             slot = int(slots[0])
