@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gradveil.attacks.decoder import Decoder
 from gradveil.attacks.parts.unmixing import (
     Encoder,
+    Mixtures,
     Solution,
     agreed_signs,
     estimated_coefficients,
@@ -119,18 +120,13 @@ class Unmix(Decoder):
         background = public.flatten(1).mean(0) if mixes_public else torch.zeros(encodings[0].numel())
         share = defence.num_private / defence.k
 
-        def solve(first: Tensor, rounds: int, restarts: int) -> Solution:
-            return solved(
-                shown.flatten(1), first, flipped=flipped, parts=defence.num_private, background=background,
-                rounds=rounds, restarts=restarts, rng=rng,
-            )  # fmt: skip
-
-        tried = [
-            solve(share * estimated_coefficients(similarity, num_images, own=own, steps=200, rng=rng), _TRIAL, 4)
-            for _ in range(self.restarts)
-        ]
+        mixtures = Mixtures(shown.flatten(1), flipped, defence.num_private, background)
+        tried = []
+        for _ in range(self.restarts):
+            first = share * estimated_coefficients(similarity, num_images, own=own, steps=200, rng=rng)
+            tried.append(solved(mixtures, first, rounds=_TRIAL, restarts=4, rng=rng))
         best = min(tried, key=lambda solution: solution.residual)
-        solution = solve(best.coefficients, self.rounds, 8)
+        solution = solved(mixtures, best.coefficients, rounds=self.rounds, restarts=8, rng=rng)
         whole = torch.full((len(encodings), num_images), torch.nan)
         whole[usable] = solution.coefficients
         solution = solution._replace(coefficients=whole)

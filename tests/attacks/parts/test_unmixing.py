@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from gradveil.attacks.parts.unmixing import (
+    Mixtures,
     agreed_signs,
     dealt,
     estimated_coefficients,
@@ -99,8 +100,8 @@ def test_images_and_coefficients_are_refined_from_a_rough_estimate(flipped):
     shown = encodings.abs() if flipped else encodings
     rough = shares + (0.02 if flipped else 0.05) * torch.rand(shares.shape, generator=rng)
     rough = rough / rough.sum(1, keepdim=True)
-    how = {"flipped": flipped, "parts": 3, "background": torch.zeros(200), "restarts": 6, "rng": rng}
-    once, often = (solved(shown, rough, rounds=rounds, **how) for rounds in (1, 15))
+    mixtures = Mixtures(shown, flipped, 3, torch.zeros(200))
+    once, often = (solved(mixtures, rough, rounds=rounds, restarts=6, rng=rng) for rounds in (1, 15))
     assert often.residual < 0.5 * once.residual
     assert (often.coefficients - shares).abs().mean() < 0.02
     found = often.images
@@ -116,7 +117,7 @@ def test_a_background_takes_what_the_coefficients_leave():
     images, rest = smooth(4, 8).flatten(1), torch.full((200,), 0.4)
     shares = 0.7 * mixing(60, 4, 2, rng)
     encodings = shares @ images + 0.3 * rest
-    found = solved(encodings, shares, flipped=False, parts=2, background=rest, rounds=1, restarts=1, rng=rng)
+    found = solved(Mixtures(encodings, False, 2, rest), shares, rounds=1, restarts=1, rng=rng)
     assert torch.allclose(found.images, images, atol=1e-2)
     assert found.residual < 1e-3
 

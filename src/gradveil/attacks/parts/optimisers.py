@@ -111,9 +111,7 @@ class BatchedAdam:
         denominator = self._square.sqrt().div_(scale).add_(_EPSILON)
         moved = self.variables.addcdiv(self._mean, denominator, value=-rate / (1 - _BETAS[0] ** self._step))
         if self._noise:
-            drawn = torch.randn(self._all, moved.shape[1], generator=self._rng).to(
-                moved
-            )  # for dropped rows too
+            drawn = torch.randn(self._all, moved.shape[1], generator=self._rng).to(moved)  # for dropped rows too
             moved += rate * self._noise * drawn[self._rows]
         self.variables = self._project(moved) if self._project else moved
         return loss

@@ -1,10 +1,11 @@
-"""From many mixtures of the same images back to the images: who shares an image, in what shares, and then what it is.
+"""Recover images from many mixtures of them: first which mixtures share images, then the shares, then the images.
 
-Pixels are scaled to [-1, 1] here. An `Encoder` says how mixtures are made, so that an attacker can make its own from
-public images. Where signs were flipped, only absolute values count.
+Pixels are scaled to [-1, 1] here. An `Encoder` makes mixtures as the defence does, so that an attacker can make its own
+from public images. If the defence flips signs, only absolute values are compared.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +17,15 @@ from scipy.sparse.csgraph import breadth_first_order, minimum_spanning_tree
 from torch import Tensor, nn
 
 Encoder = Callable[[Tensor, int, torch.Generator], tuple[Tensor, Tensor]]
-"""From images (N, C, H, W) and a count to encodings (count, C, H, W) and their coefficients (count, N)."""
+"""A function from images (N, C, H, W) and a count to encodings (count, C, H, W) and coefficients (count, N)."""
 
 _TINY = 1e-12
 _SIGN_TURNS = 30
-"""Turns of signs and images; fewer where both are nearly there."""
+"""How often signs and images are alternated; a third of it if there is only one start."""
 
 
 def similarity_network(channels: int, width: int) -> nn.Sequential:
-    """A small network whose outputs for two encodings are the more alike, the more of their images they share."""
+    """Return a small network whose outputs for two encodings are more alike the more of their images they share."""
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
@@ -36,14 +37,14 @@ def similarity_network(channels: int, width: int) -> nn.Sequential:
 
 
 def similarities(network: nn.Module, encodings: Tensor) -> Tensor:
-    """(E, E): the cosine of what the network makes of each two encodings, about their mean."""
+    """Return the cosine (E, E) of the network's outputs for each pair of encodings, after subtracting their mean."""
     found = torch.cat([network(some) for some in torch.split(encodings, 256)])
     found = found - found.mean(0)
     return overlaps(found)
 
 
 def overlaps(coefficients: Tensor) -> Tensor:
-    """(E, E): the cosine of the coefficients (E, N) of each two encodings, which the network learns to tell."""
+    """Return the cosine (E, E) of the coefficients (E, N) of each pair of encodings, which the network learns."""
     unit = F.normalize(coefficients, dim=1, eps=_TINY)
     return unit @ unit.T
 
@@ -51,16 +52,16 @@ def overlaps(coefficients: Tensor) -> Tensor:
 def train_similarity(
     public: Tensor, encoder: Encoder, *, num_images: int, steps: int, width: int, batch: int, rng: torch.Generator
 ) -> nn.Module:
-    """Learn similarities from encodings that the attacker makes of public images; Adam on the squared error.
+    """Train a similarity network on encodings that the attacker makes of public images, by Adam on the squared error.
 
     Args:
         public: (M, C, H, W) in [-1, 1].
-        encoder: the defence's way to mix, as the attacker then looks at it.
-        num_images: that share encodings in a batch, as among the private ones.
-        steps: of Adam.
+        encoder: mixes images as the defence does.
+        num_images: images behind a batch of encodings, as many as a client has.
+        steps: steps of Adam.
         width: channels of the network.
-        batch: encodings a step.
-        rng: of the draws; weights too.
+        batch: encodings per step.
+        rng: source of all draws, initial weights included.
     """
     network = _seeded(similarity_network(public.shape[1], width), rng)
     optimiser = torch.optim.Adam(network.parameters(), lr=3e-3)
@@ -79,7 +80,7 @@ def train_similarity(
 
 
 def _centred(gram: Tensor) -> Tensor:
-    """The cosines of vectors about their mean, from the cosines of the vectors themselves."""
+    """Return the cosines of vectors after subtracting their mean, from the cosines of the vectors themselves."""
     mean = gram.mean(0, keepdim=True)
     about = gram - mean - mean.T + gram.mean()
     size = about.diagonal().clamp_min(_TINY).sqrt()
@@ -89,10 +90,10 @@ def _centred(gram: Tensor) -> Tensor:
 def estimated_coefficients(
     similarity: Tensor, num_images: int, *, own: float, steps: int, rng: torch.Generator
 ) -> Tensor:
-    """(E, N) coefficients whose overlaps are the similarities, up to the order of the images.
+    """Return coefficients (E, N) whose overlaps equal the similarities, up to the order of the images.
 
-    Deals the encodings evenly to images by their largest part (`dealt`), whose share is about ``own``, and goes on from
-    there by Adam on rows of a softmax.
+    Starts from an even assignment of encodings to their main image (`dealt`), whose share is about ``own``, and refines
+    it by Adam on the logits of each row.
     """
     off = ~torch.eye(len(similarity), dtype=torch.bool)
     owner = dealt(similarity, num_images, rng)
@@ -110,9 +111,9 @@ def estimated_coefficients(
 
 
 def dealt(similarity: Tensor, num_images: int, rng: torch.Generator, rounds: int = 12) -> Tensor:
-    """(E,) which image each encoding is mostly of: clusters of even size, by assignment.
+    """Return the main image (E,) of each encoding: clusters of even size, by optimal assignment.
 
-    Starts from encodings that are least alike; then deals all encodings to the clusters' means, and again.
+    Starts from the encodings that are least alike; then assigns all encodings to the clusters' means, repeatedly.
     """
     count = len(similarity)
     heads = [int(torch.randint(count, (), generator=rng))]
@@ -135,58 +136,68 @@ def dealt(similarity: Tensor, num_images: int, rng: torch.Generator, rounds: int
     return owner
 
 
+@dataclass(frozen=True)
+class Mixtures:
+    """Encodings of one client, and how they were mixed.
+
+    Attributes:
+        encodings: (E, D) in [-1, 1]; absolute values if ``flipped``.
+        flipped: whether the signs of pixels are unknown.
+        parts: at most this many of the client's images are in one encoding.
+        background: (D,) mean of the other images that were mixed in, or zero if there are none.
+    """
+
+    encodings: Tensor
+    flipped: bool
+    parts: int
+    background: Tensor
+
+
 class Solution(NamedTuple):
-    """Images (N, D) in [-1, 1], the coefficients (E, N), and the root mean square of what they leave unexplained."""
+    """The images behind a client's encodings.
+
+    Attributes:
+        images: (N, D) in [-1, 1].
+        coefficients: (E, N) share of each image in each encoding.
+        residual: root mean square of what images and coefficients do not explain.
+    """
 
     images: Tensor
     coefficients: Tensor
     residual: float
 
 
-def solved(
-    encodings: Tensor,
-    coefficients: Tensor,
-    *,
-    flipped: bool,
-    parts: int,
-    background: Tensor,
-    rounds: int,
-    restarts: int,
-    rng: torch.Generator,
-) -> Solution:
-    r"""Eq. 3 of the LODA paper: :math:`\min_X \| |MX| - |E| \|^2`, with M searched too, by turns.
+def solved(mixtures: Mixtures, coefficients: Tensor, *, rounds: int, restarts: int, rng: torch.Generator) -> Solution:
+    r"""Solve Eq. 3 of the LODA paper, :math:`\min_X \| |MX| - |E| \|^2`, alternating between X and M.
 
-    Given M and the signs of MX, X is a least-squares problem with one matrix for all pixels; given X, so is M, with
-    coefficients that are not negative and at most ``parts`` of them. Signs are those of the last MX; each pixel tries
-    several random ones, first, half-way and last, and keeps what explains it best. What M leaves of one is of the
-    ``background``.
+    Given M and the signs of MX, X is a least-squares problem with one matrix for all pixels. Given X, so is M, whose
+    rows have at most ``parts`` positive coefficients and no negative ones. Signs are those of the last MX; in the
+    first, the middle and the last round each pixel also tries several random signs and keeps those that explain it
+    best. The background fills what a row of M leaves of one.
 
     Args:
-        encodings: (E, D); absolute values where ``flipped``.
-        coefficients: (E, N), a first estimate.
-        flipped: whether signs are unknown.
-        parts: images of the N in an encoding at most.
-        background: (D,), the mean of what else was mixed in; zero where nothing was.
-        rounds: of turns.
+        mixtures: the encodings.
+        coefficients: (E, N), a first estimate of M.
+        rounds: how often X and M are solved.
         restarts: random signs that each pixel tries.
-        rng: of these.
+        rng: source of the random signs.
     """
-    mixing, images = coefficients, torch.zeros(coefficients.shape[1], encodings.shape[1])
+    mixing, images = coefficients, torch.zeros(coefficients.shape[1], mixtures.encodings.shape[1])
     for turn in range(rounds):
-        if flipped:
+        if mixtures.flipped:
             starts = restarts if turn in (0, rounds // 2, rounds - 1) else 1
-            images = _signed_images(encodings, mixing, background, images, starts, rng)
+            images = _signed_images(mixtures, mixing, images, starts, rng)
         else:
-            images = _images(encodings, mixing, background)
+            images = _images(mixtures.encodings, mixing, mixtures.background)
         if turn < rounds - 1:
-            mixing = _mixing(encodings, images, background, mixing, flipped=flipped, parts=parts)
-    fit = mixing @ images + (1 - mixing.sum(1, keepdim=True)) * background
-    residual = ((fit.abs() if flipped else fit) - encodings).square().mean().sqrt()
+            mixing = _mixing(mixtures, images, mixing)
+    fit = mixing @ images + (1 - mixing.sum(1, keepdim=True)) * mixtures.background
+    residual = ((fit.abs() if mixtures.flipped else fit) - mixtures.encodings).square().mean().sqrt()
     return Solution(images.clamp(-1, 1), mixing, float(residual))
 
 
 def _images(targets: Tensor, mixing: Tensor, background: Tensor) -> Tensor:
-    """Least squares with a slight ridge, so that images nobody shows stay finite."""
+    """Return the least-squares images, with a slight ridge that keeps images in no encoding finite."""
     wanted = targets - (1 - mixing.sum(1, keepdim=True)) * background
     square = mixing.T @ mixing
     ridge = 1e-4 * square.diagonal().mean() * torch.eye(len(square))
@@ -194,10 +205,9 @@ def _images(targets: Tensor, mixing: Tensor, background: Tensor) -> Tensor:
     return found
 
 
-def _signed_images(
-    sizes: Tensor, mixing: Tensor, background: Tensor, images: Tensor, restarts: int, rng: torch.Generator
-) -> Tensor:
-    """Signs and images by turns, pixel by pixel the best of several beginnings."""
+def _signed_images(mixtures: Mixtures, mixing: Tensor, images: Tensor, restarts: int, rng: torch.Generator) -> Tensor:
+    """Alternate between signs and images, and keep for each pixel the best of several starts."""
+    sizes, background = mixtures.encodings, mixtures.background
     best, least = images, torch.full((sizes.shape[1],), torch.inf)
     rest = (1 - mixing.sum(1, keepdim=True)) * background
     for attempt in range(restarts):
@@ -211,17 +221,19 @@ def _signed_images(
     return best
 
 
-def _mixing(
-    encodings: Tensor, images: Tensor, background: Tensor, mixing: Tensor, *, flipped: bool, parts: int
-) -> Tensor:
-    """Coefficients given the images: projected gradient steps, the largest few kept, rows of one at most."""
+def _mixing(mixtures: Mixtures, images: Tensor, mixing: Tensor) -> Tensor:
+    """Return the coefficients for given images: projected gradient steps that keep the largest ones.
+
+    A row sums to at most 1, or to exactly 1 if there is no background.
+    """
+    background, parts = mixtures.background, mixtures.parts
     shapes = images - background  # a share of an image replaces as much of the background
-    wanted = encodings
+    wanted = mixtures.encodings
     length = torch.linalg.matrix_norm(shapes @ shapes.T, 2).clamp_min(_TINY)
     for _ in range(40):
         fit = mixing @ shapes + background
-        if flipped:
-            wanted = torch.where(fit < 0, -1.0, 1.0) * encodings
+        if mixtures.flipped:
+            wanted = torch.where(fit < 0, -1.0, 1.0) * mixtures.encodings
         mixing = (mixing - (fit - wanted) @ shapes.T / length).clamp_min(0)
         if parts < mixing.shape[1]:
             edge = mixing.topk(parts, dim=1).values[:, -1:]
@@ -233,10 +245,10 @@ def _mixing(
 
 
 def agreed_signs(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """(D,) signs of -1 and 1 for the pixels of images (N, D), so that neighbours vary alike from image to image.
+    """Return signs (D,) of -1 and 1 for the pixels of images (N, D) that make neighbours vary alike across images.
 
-    Absolute values fix each pixel of all images up to one common sign. Those of neighbours, in the picture and among
-    channels, are compared where they agree most (a maximum spanning tree), so that one sign of all is left open.
+    Absolute values determine a pixel in all images up to one common sign. The signs of neighbours, in space and among
+    channels, are aligned along the pairs that agree most (a maximum spanning tree). One overall sign remains open.
     """
     channels, height, width = shape
     number = torch.arange(channels * height * width).view(shape)
@@ -245,7 +257,7 @@ def agreed_signs(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
     unit = images / images.norm(dim=0, keepdim=True).clamp_min(_TINY)
     alike = (unit[:, first] * unit[:, second]).sum(0)
     size = len(number.flatten())
-    weights = (2 - alike.abs()).double().numpy()  # never zero, which would be no edge
+    weights = (2 - alike.abs()).double().numpy()  # never zero, which would mean no edge
     tree = minimum_spanning_tree(coo_matrix((weights, (first.numpy(), second.numpy())), shape=(size, size)))
     order, before = breadth_first_order(tree, 0, directed=False)
     vectors = images.T.numpy()
@@ -257,7 +269,7 @@ def agreed_signs(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def likely_sign(images: Tensor, public: Tensor, rng: torch.Generator) -> float:
-    """The sign that makes images (N, C, H, W) likelier, by a small network that tells public ones from negatives."""
+    """Return the sign that makes images (N, C, H, W) likelier, by a network trained on public images and negatives."""
     network = train_sign(public, rng)
     with torch.no_grad():
         odds = network(images) - network(-images)
@@ -265,7 +277,7 @@ def likely_sign(images: Tensor, public: Tensor, rng: torch.Generator) -> float:
 
 
 def train_sign(public: Tensor, rng: torch.Generator) -> nn.Module:
-    """Learn the logit of being an image, not its negative."""
+    """Train a network to give the logit of an image being upright rather than negated."""
     network = _seeded(_sign_network(public.shape[1:]), rng)
     optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
     with torch.enable_grad():
@@ -297,7 +309,7 @@ def _sign_network(shape: torch.Size) -> nn.Sequential:
 
 
 def _seeded(network: nn.Sequential, rng: torch.Generator) -> nn.Sequential:
-    """The network with first weights of this generator."""
+    """Draw the network's initial weights from the generator."""
     for parameter in network.parameters():
         bound = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.0
         parameter.data = (2 * torch.rand(parameter.shape, generator=rng) - 1) * bound
