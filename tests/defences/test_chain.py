@@ -1,10 +1,13 @@
 from dataclasses import dataclass, replace
+from typing import ClassVar, get_origin, get_type_hints
 
 import pytest
 import torch
 from torch import nn
 
 from gradveil.defences import HOOKS, Arrived, Chain, Client, Defence, Server, build_defence
+from gradveil.defences.base import Releases
+from gradveil.defences.chain import FACTS
 from gradveil.errors import ConfigError, DefenceError, UnknownNameError
 from gradveil.types import Batch, Update
 
@@ -102,6 +105,67 @@ def test_a_chain_asks_for_the_hooks_of_its_members():
     assert all(CHAIN.overrides(hook) for hook in HOOKS)
     assert not any(Chain().overrides(hook) for hook in HOOKS)
     assert not any(build_defence("none+none").overrides(hook) for hook in HOOKS)
+
+
+def forgotten(base):
+    """Return the facts and methods of a base class of defences that a chain does not derive from its members."""
+    own = {name for name in vars(base) if not name.startswith("_")} - {"kind", "name"}
+    facts = {name for name, hint in get_type_hints(base).items() if get_origin(hint) is ClassVar} - {"kind", "name"}
+    same_for_all = {"check_images", "require_pixels"}  # they read nothing but facts and their arguments
+    return (facts - FACTS.keys()) | (own - facts - vars(Chain).keys() - same_for_all)
+
+
+def test_no_fact_of_its_members_is_forgotten():
+    assert not forgotten(Defence)
+    assert all(hasattr(Defence, fact) for fact in FACTS)
+
+
+def test_a_fact_without_a_rule_is_found():
+    class Later(Defence):
+        new_fact: ClassVar[bool] = False
+        fewest_images: ClassVar[int] = 2
+
+        def new_hook(self, update):
+            return update
+
+    assert forgotten(Later) == {"new_fact", "new_hook"}
+
+
+@pytest.mark.parametrize(
+    ("fact", "one", "other", "chained"),
+    [
+        ("post_processing", True, False, False),
+        ("post_processing", True, True, True),
+        ("takes_own_gradient", True, False, True),
+        ("uses_aux", True, False, True),
+        ("needs_aux", True, False, True),
+        ("fewest_images", 2, 5, 5),
+        ("hides_images", True, False, True),
+        ("marked_only", True, False, True),
+    ],
+)
+def test_facts_follow_from_the_members(fact, one, other, chained):
+    first, second = (type("Some", (Defence,), {fact: value})() for value in (one, other))
+    assert getattr(Chain((first, second)), fact) == getattr(Chain((second, Chain((first,)))), fact) == chained
+
+
+def test_labels_of_public_images_are_read_if_a_member_that_uses_these_reads_them():
+    def some(*, uses, labels):
+        return type("Some", (Defence,), {"uses_aux": uses, "aux_labels": labels})()
+
+    assert not Chain((some(uses=True, labels=False), some(uses=False, labels=True))).aux_labels
+    assert Chain((some(uses=True, labels=False), some(uses=True, labels=True))).aux_labels
+
+
+def test_a_chain_inside_a_chain_keeps_the_budget_and_the_early_clients():
+    inner = Chain((build_defence("clip"), build_defence("none")))
+    releases = Releases(num_examples=100, batch_size=10, steps=10, uses=1)
+    budget = build_defence("dp-sgd").budget(releases)
+    assert budget is not None
+    assert Chain((build_defence("dp-sgd"), inner)).budget(releases) == budget
+    quiet = type("Quiet", (Defence,), {"counts_early": property(lambda self: False)})()
+    assert not Chain((inner, quiet)).counts_early
+    assert inner.counts_early
 
 
 def test_a_state_part_behaves_as_a_mapping():

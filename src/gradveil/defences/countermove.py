@@ -1,7 +1,8 @@
-"""What an attacker who knows a defence does about it: how it compares its guess with what it saw."""
+"""Countermoves: how an attacker who knows a defence compares its guess with the gradient it saw."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,27 +17,29 @@ class Countermove:
     Both are mean gradients by parameter name, each (T, shape of the parameter) for T targets.
 
     Attributes:
-        sent: what the defence would have made of a guess's gradient (first argument), given the one seen (second);
-            differentiable in the first. None leaves it as it is.
-        distance: the distance that the defence's noise calls for: l2, l1 or cosine; "" keeps the attack's own.
-        noise: standard deviation of the noise in each entry of a tensor, by its name; empty without noise. An attacker
-            trades the distance against what it believes of images by this.
-        weights: factor of a tensor's part in the distance, by its name; 0 leaves it out, absent is 1.
-        passes_noise: whether ``sent`` leaves noise that was added before it as strong as it was, where entries survive.
-        look: what of the gradient seen is compared; None compares it as it is.
-        decoys: images that the defence hides behind each private one, fewer than 1 where some have none; the attacker
-            searches them too, with unknown soft labels and no prior, and adds their gradients to the guess's before
-            ``sent``.
-        own_label: share of the private image's own label in those of its decoys.
-        unknowns: modules whose output is the client's secret and the same for all its images, by name; the attacker
-            searches those outputs with the images. Each function draws first guesses (rows, numbers) for so many rows.
-        outputs: likewise modules whose output (T, numbers) the attacker knows.
-        penalties: what the client adds to each example's loss: a function of a module's output, by the module's name.
-        separate: whether the attacker first tries to tell the private image's part of the gradient from its decoy's by
-            linear algebra; what is told apart is matched without decoys.
-        soft_labels: whether clients train on mixtures of labels, so that unknown ones are searched as such.
-        decode: attacks that turn guesses of what the network saw into private images, one after the other; each is
-            the text of a `gradveil.attacks.decoder.Decoder`.
+        sent: applies the defence to a guess's gradient (first argument), given the gradient seen (second);
+            differentiable in the first. None leaves the guess's gradient unchanged.
+        distance: the distance that fits the defence's noise: l2, l1 or cosine; "" keeps the attack's own.
+        noise: standard deviation of the noise in each entry of a tensor, by tensor name; empty without noise. The
+            attacker uses it to weigh the distance against its prior on images.
+        weights: factor of each tensor's part in the distance, by tensor name; 0 leaves the tensor out, the default
+            is 1.
+        passes_noise: whether ``sent`` keeps the strength of noise that was added before it, in entries that survive.
+        look: transforms the gradient seen before the comparison; None compares it unchanged.
+        decoys: number of images that the defence hides behind each private one; below 1 if only some images have one.
+            The attacker searches them too, with unknown soft labels and no prior, and adds their gradients to the
+            guess's before ``sent``.
+        own_label: share of the private image's own label in the labels of its decoys.
+        unknowns: modules whose output is secret and the same for all images of a client, by module name; the attacker
+            searches these outputs together with the images. Each function takes a number of rows and a random
+            generator and returns first guesses (rows, numbers).
+        outputs: known outputs (T, numbers) of modules, by module name.
+        penalties: terms that the client adds to each example's loss: functions of a module's output, by module name.
+        separate: whether the attacker first tries to separate the private image's part of the gradient from its
+            decoy's by linear algebra; separated parts are matched without decoys.
+        soft_labels: whether clients train on mixtures of labels, so that unknown labels are searched as mixtures.
+        decode: attacks that turn guesses of the images the network saw into private images, applied in order; each is
+            the spec of a `gradveil.attacks.decoder.Decoder`.
     """
 
     sent: Callable[[Tensors, Tensors], Tensors] | None = None
@@ -54,20 +57,70 @@ class Countermove:
     soft_labels: bool = False
     decode: tuple[str, ...] = ()
 
+    @property
+    def alters(self) -> bool:
+        """Whether the defence changes the gradient."""
+        return self.sent is not None or self.look is not None or bool(self.noise)
+
+
+def combined(first: Countermove, second: Countermove) -> Countermove:
+    """Return the countermove to two defences that are applied one after the other.
+
+    Noise adds up, and the later defence decides the distance. If the second defence scales or rounds the first one's
+    noise, its strength is unknown: then there is no likelihood, and the distance is the second's or the attack's own.
+    Decoys can be separated by linear algebra only if the other defence leaves the gradient unchanged.
+    """
+    if first.noise and second.sent is not None and not second.passes_noise:
+        first = replace(first, noise={}, distance="")
+    functions = [move.sent for move in (first, second) if move.sent is not None]
+
+    def sent(guess: Tensors, seen: Tensors) -> Tensors:
+        for function in functions:
+            guess = function(guess, seen)
+        return guess
+
+    looks = [move.look for move in (second, first) if move.look is not None]  # what was done last is undone first
+
+    def look(seen: Tensors) -> Tensors:
+        for function in looks:
+            seen = function(seen)
+        return seen
+
+    names = {**first.noise, **second.noise}
+    noise = {name: math.hypot(first.noise.get(name, 0.0), second.noise.get(name, 0.0)) for name in names}
+    weights = {
+        name: first.weights.get(name, 1.0) * second.weights.get(name, 1.0) for name in (*first.weights, *second.weights)
+    }
+    return Countermove(
+        sent if functions else None,
+        second.distance or first.distance,
+        noise,
+        weights,
+        look=look if looks else None,
+        decoys=first.decoys + second.decoys,
+        own_label=max(first.own_label, second.own_label),
+        unknowns={**first.unknowns, **second.unknowns},
+        outputs={**first.outputs, **second.outputs},
+        penalties={**first.penalties, **second.penalties},
+        soft_labels=first.soft_labels or second.soft_labels,
+        decode=second.decode + first.decode,
+        separate=any(one.separate and not other.alters for one, other in ((first, second), (second, first))),
+    )
+
 
 @dataclass(frozen=True)
 class Arrived:
-    """What a server has of T clients, for an attacker who knows the defence to choose its countermove by.
+    """What a server has of T clients; an attacker who knows the defence chooses its countermove by it.
 
     Attributes:
-        gradients: mean gradients as they arrived (after ``on_server``), (T, ...) by name.
-        steps: how long each local step was (learning rate times what the step counts for); the update is minus their
-            sum times the mean gradient.
-        batch_size: images a local step.
+        gradients: mean gradients as received (after ``on_server``), (T, ...) by name.
+        steps: length of each local step (learning rate times the step's weight in the update); the update is minus
+            their sum times the mean gradient.
+        batch_size: images per local step.
         public: what was broadcast beside the model.
-        network: as broadcast, with the attacker's own values for what is private; None where it is not at hand.
-        secrets: what was granted of each client's private tensors, as they were before the round; empty if nothing.
-        secret_changes: what was granted of their change in the round, likewise.
+        network: as broadcast, with the attacker's own values for private tensors, or None if it is not available.
+        secrets: each client's private tensors before the round, as far as the threat model grants them; else empty.
+        secret_changes: their changes in the round, as far as the threat model grants them; else empty.
     """
 
     gradients: Tensors
@@ -80,6 +133,6 @@ class Arrived:
 
     @property
     def even_weights(self) -> dict[str, float]:
-        """One over each tensor's norm, so that small ones are heard beside large ones in a match."""
+        """One over each tensor's norm, so that small tensors count as much as large ones in a match."""
         norms = {name: float(tensor.flatten(1).norm(dim=1).mean()) for name, tensor in self.gradients.items()}
         return {name: 1 / norm for name, norm in norms.items() if norm > 0}
