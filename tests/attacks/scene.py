@@ -1,4 +1,4 @@
-"""A scene that leaks: small smooth pictures, a network, and what a server sees of them."""
+"""A setting that leaks: small smooth images, a network, and what a server sees of them."""
 
 import torch
 
@@ -20,7 +20,7 @@ def scene(
     model="lenet-dlg",
     **how,
 ):
-    """Small smooth pictures, a network that leaks, and what a server sees."""
+    """Return small smooth images, and what a server sees of them through a network that leaks."""
     rng = torch.Generator().manual_seed(1)
     coarse = torch.rand(targets * size, 1, 3, 3, generator=rng)
     truth = torch.nn.functional.interpolate(coarse, size=(side, side), mode="bilinear").view(
@@ -38,7 +38,7 @@ def psnr(truth, guess):
 
 
 def adapted(search, seen, choice=""):
-    """The search of an attacker who plays a countermove to the defence."""
+    """Return the search of an attacker who plays a countermove."""
     return turned(search, seen, countermove(seen, choice))
 
 

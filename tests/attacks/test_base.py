@@ -21,7 +21,7 @@ def test_the_base_of_all_attacks_does_not_import_the_search():
     assert parts == {"countermoves", "stages"}
 
 
-def test_an_update_that_says_nothing_is_named_and_the_others_go_on():
+def test_an_update_without_information_is_reported_and_the_others_are_attacked():
     truth, _, seen = scene(targets=3)
     spoiled = {name: tensor.clone() for name, tensor in seen.updates.items()}
     for tensor in spoiled.values():
@@ -57,7 +57,7 @@ def test_known_mixtures_of_labels_are_matched_and_unknown_ones_searched():
         assert psnr(shown, align(shown, found.images[0])).mean() > 14
 
 
-def test_what_an_attack_lacks_is_named_with_the_options_to_type():
+def test_missing_knowledge_is_named_with_the_options_to_type():
     _, _, seen = scene(grants=("labels", "num-examples"))
     with pytest.raises(
         ThreatModelError, match=r"Attack 'ggl' needs public-data; add --knows labels,num-examples,public-data\.$"

@@ -51,7 +51,7 @@ def close(truth, result):
 @pytest.mark.parametrize(
     "settings", [{"iterations": 60, "population": 20, "lr": 0.5}, {"optimiser": "adam", "iterations": 150, "lr": 0.3}]
 )
-def test_finds_what_the_generator_can_make(generator, settings):
+def test_reconstructs_images_that_the_generator_can_make(generator, settings):
     truth, labels, seen = scene(targets=3, grants=GRANTS)
     result = run(Ggl(generator=generator, kl=0.0, **settings), seen)
     start = run(Ggl(generator=generator, iterations=1, population=4), seen)
@@ -66,7 +66,7 @@ def test_principal_components_of_public_images_need_no_file():
     assert close(truth, result).min() > 25
 
 
-def test_a_generator_by_class_is_told_the_recovered_label(tmp_path):
+def test_a_conditional_generator_gets_the_recovered_label(tmp_path):
     """Of a generator that makes nothing for the other classes the guess is black where the label is another."""
     _, labels, seen = scene(targets=3, grants=GRANTS)
     path = tmp_path / "classes.py"
@@ -76,7 +76,7 @@ def test_a_generator_by_class_is_told_the_recovered_label(tmp_path):
     assert torch.equal(bright, labels[:, 0] == labels[0, 0])
 
 
-def test_candidates_in_pieces_are_those_together(generator):
+def test_evaluating_candidates_in_chunks_changes_nothing(generator):
     _, _, seen = scene(targets=2, grants=GRANTS)
     results = [run(Ggl(generator=generator, iterations=3, population=6, chunk=chunk), seen) for chunk in (2, 5)]
     assert torch.allclose(results[0].images, results[1].images, atol=1e-4)
@@ -136,7 +136,7 @@ def test_a_known_defence_is_answered_by_its_own_countermove(generator):
     assert close(truth, adaptive).mean() > close(truth, plain).mean() + 3
 
 
-def test_under_known_noise_the_generator_is_all_that_is_believed_of_images(generator):
+def test_under_known_noise_the_generator_is_the_only_prior(generator):
     _, _, seen = scene(grants=(*GRANTS, "defence"), defence=build_defence("gaussian:std=0.1"))
     search = adapted(Ggl(generator=generator, tv=0.25).search(seen), seen)
     assert search.priors.tv == 0.25

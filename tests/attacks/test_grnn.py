@@ -25,7 +25,7 @@ def test_finds_image_and_label_of_every_target(wasserstein):
     assert (result.loss < start.loss / 4).all()
 
 
-def test_a_batch_has_a_generator_an_image():
+def test_a_batch_has_one_generator_per_image():
     truth, _, seen = scene(targets=1, size=2, grants=("num-examples",))
     result = run(Grnn(iterations=300, **QUICK), seen)
     assert psnr(truth[0], align(truth[0], result.images[0])).mean() > 14
@@ -52,7 +52,7 @@ def test_iterates_are_kept_and_the_search_stops_when_a_target_is_found():
     assert (early.loss > result.loss).any()
 
 
-def test_an_attacker_who_knows_of_pruning_finds_more():
+def test_an_attacker_who_knows_the_pruning_reconstructs_better():
     truth, _, seen = scene(grants=("num-examples",), defence=build_defence("prune:fraction=0.7"))
     _, _, adaptive = scene(grants=("num-examples", "defence"), defence=build_defence("prune:fraction=0.7"))
     plain, knowing = (run(Grnn(iterations=250, **QUICK), each) for each in (seen, adaptive))

@@ -8,7 +8,7 @@ from tests.attacks.scene import psnr, run, scene
 
 
 @pytest.mark.parametrize("normalisation", [None, Normalisation((0.3,), (0.5,))])
-def test_gs_comes_close_with_and_without_normalisation(normalisation):
+def test_gs_reconstructs_with_and_without_normalisation(normalisation):
     truth, _, seen = scene(normalisation=normalisation)
     result = run(Gs(iterations=500), seen)
     start = run(Gs(iterations=1), seen)

@@ -61,7 +61,7 @@ def test_most_images_of_a_large_batch_are_read_above_60_decibels(attack):
     assert (result.labels == -1).all()
 
 
-def test_without_normalisation_too_and_with_public_images():
+def test_images_are_read_without_normalisation_and_with_public_images():
     attack, truth = Imprint(), photographs(32, 5)
     seen = look(attack, [truth], normalisation=None, public=batch(photographs(300, 6)))
     assert share(attack, truth, seen)[0] > 0.5
@@ -82,7 +82,7 @@ def test_the_first_layer_of_a_perceptron_can_be_used():
 
 
 @pytest.mark.parametrize("model", ["logistic", "mlp:activation=tanh"])
-def test_a_first_layer_that_does_not_do_is_refused(model):
+def test_an_unusable_first_layer_is_refused(model):
     with pytest.raises(ConfigError, match=r"where=first needs a network that begins with Linear, ReLU and Linear, got"):
         look(Imprint(where="first"), [photographs(2, 5)], model)
 

@@ -51,7 +51,7 @@ def test_a_single_image_is_exact_after_several_local_steps():
     assert psnr(truth[0], run(Linear(), seen).images[0]) > 60
 
 
-def test_rows_that_one_image_reaches_alone_give_it_and_the_rest_is_said_to_be_mixed():
+def test_rows_reached_by_one_image_give_it_and_others_are_reported_as_mixed():
     truth = pictures(1, 8)
     found = run(Linear(), look(truth, "mlp:hidden=100"))
     distance = torch.cdist(truth[0].flatten(1), found.images[0].flatten(1)).amin(1)
@@ -60,7 +60,7 @@ def test_rows_that_one_image_reaches_alone_give_it_and_the_rest_is_said_to_be_mi
     assert f"8 guesses for 8 images, {single} surely single ones; the others may be mixtures" in found.why[0]
 
 
-def test_what_is_no_linear_layer_is_refused():
+def test_a_layer_that_is_not_linear_is_refused():
     with pytest.raises(ConfigError, match=r"first layer must be a Linear with bias.*got Conv2d.*mlp or logistic"):
         run(Linear(), look(pictures(1, 1), "lenet-dlg"))
 

@@ -82,7 +82,7 @@ def test_a_restart_that_diverged_never_wins(monkeypatch):
     assert result.why == ("chosen",)
 
 
-def test_a_target_that_is_done_leaves_and_the_others_go_on(monkeypatch):
+def test_a_finished_target_leaves_and_the_others_continue(monkeypatch):
     truth, _, seen = scene(targets=3)
     sizes = []
     evaluate = search_step.SearchStep.evaluate
@@ -113,7 +113,7 @@ def test_an_update_of_another_size_than_stated_is_named(factor):
 
 @pytest.mark.parametrize("local", ["unroll", "line", "once"])
 @pytest.mark.parametrize("attack", [Dlg(iterations=12, restarts=2), Gs(iterations=200, sign="none")])
-def test_pictures_come_out_of_several_local_steps_without_their_labels(attack, local):
+def test_images_are_reconstructed_from_several_local_steps_without_labels(attack, local):
     truth, _, seen = scene(
         targets=2, size=2, grants=("num-examples", "local-steps"), how=LocalSettings(epochs=2, batch_size=1), lr=0.01
     )
@@ -142,7 +142,7 @@ def test_a_compiled_search_is_the_same_search():
     assert torch.allclose(plain.loss, fast.loss, rtol=1e-2, atol=1e-6)
 
 
-def test_without_a_compiler_auto_goes_on_and_on_says_so(monkeypatch):
+def test_without_a_compiler_compile_auto_continues_and_compile_on_fails(monkeypatch):
     def fails(function, examples):
         raise RuntimeError("no compiler here")
 
@@ -195,7 +195,7 @@ def test_only_the_chosen_parts_are_matched(attack, parts, kept):
     assert not torch.equal(run(attack, seen).loss, one.loss)
 
 
-def test_the_linear_layer_alone_gives_the_picture_away():
+def test_the_linear_layer_alone_reveals_the_image():
     truth, _, seen = scene(targets=1)
     attack = Gs(iterations=400, sign="none", schedule="cosine", lr=0.3, parts="linear")
     assert psnr(truth[0], run(attack, seen).images[0]) > 20
@@ -214,7 +214,7 @@ def test_an_unknown_part_is_refused():
         Gs(parts="head")
 
 
-def test_progress_is_told_from_the_first_step_to_the_last_over_all_chunks():
+def test_progress_is_reported_over_all_steps_and_chunks():
     _, _, seen = scene(targets=2)
     heard = []
     with listening(heard.append):

@@ -38,7 +38,7 @@ def look(network, size=1, **how):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("act", [lambda: nn.LeakyReLU(0.2), nn.Tanh, nn.Sigmoid])
-def test_it_is_exact_where_equations_are_enough(act, bias):
+def test_it_is_exact_if_there_are_enough_equations(act, bias):
     truth, seen = look(small(act, bias))
     found = run(RGap(), seen)
     assert (psnr(truth[:, 0], found.images[:, 0]) > 60).all()
@@ -54,7 +54,7 @@ def test_networks_of_the_zoo_with_normalisation():
         assert (psnr(truth[:, 0], run(RGap(), seen).images[:, 0]) > 60).all(), model
 
 
-def test_the_rank_analysis_counts_equations_and_names_what_lacks():
+def test_the_rank_analysis_counts_equations_and_names_layers_with_too_few():
     first, *_, last = rank_analysis(small(), (1, 8, 8))
     assert tuple(first) == ("0", 64, 150, 16 * 6, 150 + 96 - 64)
     assert tuple(last) == ("7", 144, 0, 144, 0)
@@ -65,7 +65,7 @@ def test_the_rank_analysis_counts_equations_and_names_what_lacks():
     assert found.why[0] == "fewer equations than unknowns in 0 (-56)"
 
 
-def test_what_did_not_converge_says_which_layer_was_not_solved():
+def test_a_failed_target_names_the_unsolved_layer():
     """Errors of the layers behind reach the first one."""
     _, seen = look(small(nn.Sigmoid))
     seen.updates["2.weight"][0].mul_(1.01)
@@ -75,7 +75,7 @@ def test_what_did_not_converge_says_which_layer_was_not_solved():
     assert found.why[1] == ""
 
 
-def test_numbers_that_are_not_finite_are_named_too():
+def test_non_finite_numbers_are_reported():
     _, seen = look(small(bias=True))
     seen.updates["7.bias"][0] = 0
     found = run(RGap(), seen)

@@ -36,13 +36,13 @@ def test_it_beats_a_blank_guess_and_finds_the_class():
     assert not run(Representations(iterations=1), seen).converged.any()
 
 
-def test_a_perceptron_gives_its_image_away_but_for_a_factor():
+def test_a_perceptron_reveals_its_image_up_to_a_factor():
     images, seen = look([4])
     found = run(Representations(iterations=400, tv=0.0), seen)
     assert torch.nn.functional.cosine_similarity(found.images.flatten(), images.flatten(), dim=0) > 0.999
 
 
-def test_of_several_images_there_is_one_for_each_class_and_no_guess_for_the_rest():
+def test_several_images_give_one_guess_per_class_and_none_for_the_rest():
     alike = smooth(2)[[0, 1, 0, 1, 0, 1]]  # all images of a class the same
     _, seen = look([1, 4, 1, 4, 1, 4], images=alike)
     found = run(FAST, seen)

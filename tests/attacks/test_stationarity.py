@@ -74,7 +74,7 @@ def test_at_the_bounds_a_gradient_that_points_outwards_is_no_error():
 
 
 @pytest.mark.parametrize("spec", ["stationarity:way=features,tv=0.05", "stationarity:c=0"])
-def test_it_comes_nearer_to_the_image_than_what_the_network_saw(spec):
+def test_it_comes_closer_to_the_image_than_the_obscured_one(spec):
     defence = Loda(steps=60, c=0.0, layers="layer2.0.conv1", start="noise")
     truth, seen = look(defence)
     _, blind = look(defence, grants=("encodings", "num-examples"))
@@ -85,7 +85,7 @@ def test_it_comes_nearer_to_the_image_than_what_the_network_saw(spec):
     assert nearest(truth, found.images).mean() > shown.mean() + 1
 
 
-def test_what_was_pushed_away_is_learned_from_public_images():
+def test_the_obscuring_is_learned_from_public_images():
     defence = Loda(steps=200, c=1e3, start="noise")  # nothing but far away: the negative, at its brightest and darkest
     grants = ("encodings", "num-examples", "defence", "public-data")
     truth, seen = look(defence, grants=grants)

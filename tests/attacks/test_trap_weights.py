@@ -28,7 +28,7 @@ def test_a_smaller_scale_lets_fewer_images_pass():
     assert passed[0] > 1.5 * passed[1] > 2 * passed[2]
 
 
-def test_single_images_are_read_exactly_and_told_from_mixtures():
+def test_single_images_are_read_exactly_and_distinguished_from_mixtures():
     truth = photographs(12, 5)
     found, result = share(FAST, truth, look(FAST, [truth]))
     assert found >= 0.5
@@ -50,7 +50,7 @@ def test_a_batch_of_one_needs_one_open_row():
     assert result.why == ("",)
 
 
-def test_what_no_row_lets_pass_leaves_no_guess():
+def test_images_that_activate_no_row_have_no_guess():
     attack = TrapWeights(rows=20, scale=0.2)
     seen = look(attack, [photographs(2, 5)])
     found = run(attack, seen)

@@ -48,7 +48,7 @@ def quality(truth, result):
 
 
 @pytest.mark.parametrize(("defence", "gain"), [("mixup:k=3", 15), ("instahide:k=3", 3)])
-def test_it_gets_far_more_than_the_encodings_show(defence, gain):
+def test_it_reconstructs_far_better_than_the_encodings(defence, gain):
     truth, private, seen = look(defence)
     _, _, blind = look(defence, adaptive=False)
     rng = torch.Generator().manual_seed(0)
@@ -94,7 +94,7 @@ def test_public_images_in_the_mixtures_are_noise_to_it():
     assert quality(truth, decoded) > quality(truth, Encodings()(blind, rng)) + 0.5
 
 
-def test_what_keeps_it_from_decoding_is_said():
+def test_the_reason_for_not_decoding_is_reported():
     _, _, few = look("mixup:k=2", rounds=1)
     rng = torch.Generator()
     assert "unmix needs several rounds" in Unmix()(few, rng).why[0]
@@ -107,7 +107,7 @@ def test_what_keeps_it_from_decoding_is_said():
         Unmix()(seen, rng)
 
 
-def test_another_defence_leaves_the_guesses_as_they_are():
+def test_another_defence_does_not_change_the_guesses():
     truth, _, seen = look("none", rounds=1)
     assert quality(truth, Unmix()(seen, torch.Generator())) == torch.inf
 

@@ -16,7 +16,7 @@ GRANTS = ("num-examples", "encodings", "defence")
 
 
 @pytest.mark.parametrize(("policy", "gain"), [("0", 20), ("7-0", 3), ("21-13-3", 3), ("21-13-3+7-4-15", 2)])
-def test_it_undoes_what_can_be_undone(policy, gain):
+def test_it_undoes_invertible_operations(policy, gain):
     defence = build_defence(f"ats:policy={policy}")
     public = Batch(*[torch.cat(part) for part in zip(*public_parts(), strict=True)])
     how = {"targets": 8, "side": 16, "defence": defence, "public_data": public}
@@ -52,7 +52,7 @@ def test_it_follows_a_gradient_attack_that_was_given_no_encodings():
     assert found[True] > found[False] + 3
 
 
-def test_what_it_was_prepared_on_is_what_its_inner_attack_was(monkeypatch):
+def test_it_is_prepared_on_the_same_data_as_its_inner_attack(monkeypatch):
     monkeypatch.setattr(Encodings, "prepared_on", lambda self, shape, num_classes: frozenset({7}))
     assert Untransform().prepared_on((1, 8, 8), 10) == {7}
 
@@ -91,7 +91,7 @@ def test_several_looks_give_what_one_has_lost_in_any_order_of_the_batch():
     assert run(Untransform(), seen).images.shape == truth.shape
 
 
-def test_a_look_that_tells_nothing_spoils_no_other():
+def test_a_look_without_information_does_not_harm_others():
     truth, _, seen = scene(side=16, rounds=6, defence=build_defence("ats:policy=21"), grants=GRANTS)
     shown = Encodings().run(seen, torch.Generator())
     images = shown.images.clone()
@@ -120,7 +120,7 @@ def test_looks_at_other_pictures_stay_by_themselves(spec, batch_size):
     assert torch.equal(found, alone)
 
 
-def test_another_defence_leaves_the_guesses_as_they_are():
+def test_another_defence_does_not_change_the_guesses():
     truth, _, seen = scene(grants=GRANTS)
     assert torch.equal(run(Untransform(), seen).images, truth)
 

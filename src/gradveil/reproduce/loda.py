@@ -154,7 +154,7 @@ def _weights(lab: Lab, name: str, paper: Mapping[int, tuple[float, float]], smal
 
 
 def _likeness(lab: Lab, scene: LodaScene, spec: str) -> list[dict[str, Any]]:
-    """The figures of the obscured images themselves."""
+    """Score the obscured images themselves."""
     obscured = build_defence(spec).on_data(scene.private, device(lab, scene)).images
     figures, _ = score_targets(scene.private.images[:, None], obscured[:, None], lab.data_root)
     return [dict(each) for each in figures]

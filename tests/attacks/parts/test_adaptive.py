@@ -23,7 +23,7 @@ GS = Gs(iterations=250, sign="none", schedule="cosine", lr=0.1, tv=1e-6)
 
 @dataclasses.dataclass(frozen=True)
 class Doubling(Defence):
-    """Sends twice the update, which an attacker who knows it can answer."""
+    """A defence that sends twice the update, to which it has a countermove."""
 
     noise: float = 0.0
     distance: str = "l2"
@@ -70,7 +70,7 @@ def test_noise_weighs_the_distance_against_the_prior(distance, factor):
     assert found.priors.tv == pytest.approx(0.5 / ROUGHNESS)
 
 
-def test_steps_reach_the_defence_in_their_length():
+def test_steps_reach_the_defence_at_their_true_length():
     heard = []
 
     class Listening(Doubling):
@@ -85,7 +85,7 @@ def test_steps_reach_the_defence_in_their_length():
     assert heard == [(3, pytest.approx([0.15, 0.1]))]
 
 
-def test_an_attacker_who_knows_of_the_doubling_matches_again():
+def test_an_attacker_who_knows_the_doubling_reconstructs_again():
     truth, _, seen = scene(defence=Doubling(), grants=KNOWS)
     knowing, plain = (run(Idlg(iterations=40, adapt=adapt), seen) for adapt in ("", "none"))
     assert mean_psnr(truth, knowing) > mean_psnr(truth, plain) + 10
@@ -106,7 +106,7 @@ def test_an_attacker_who_knows_of_the_doubling_matches_again():
     ],
 )
 def test_knowledge_of_a_defence_helps(spec, gain):
-    """On the scene, with the same starts: the mean of four targets rises by at least so many dB."""
+    """With the same starts, the mean PSNR of four targets rises by at least the stated dB."""
     truth, _, seen = scene(targets=4, defence=build_defence(spec), grants=KNOWS)
     knowing, plain = (run(dataclasses.replace(GS, adapt=adapt), seen) for adapt in ("", "none"))
     assert mean_psnr(truth, knowing) > mean_psnr(truth, plain) + gain
@@ -119,8 +119,8 @@ def test_the_compiled_step_plays_the_countermove_too():
     assert not torch.allclose(found[0].loss, run(Gs(iterations=3, adapt="none"), seen).loss, rtol=1e-3)
 
 
-def test_under_noise_the_likelihood_starts_where_the_attacks_own_distance_ends(monkeypatch):
-    """Each phase has all of the steps, and the likelihood has the last word."""
+def test_under_noise_the_likelihood_phase_starts_at_the_result_of_the_first_phase(monkeypatch):
+    """Each phase takes all steps, and the result is that of the likelihood."""
     _, _, seen = scene(defence=build_defence("gaussian:std=0.1"), grants=KNOWS)
     kinds, evaluate = [], SearchStep.evaluate
 
@@ -130,7 +130,7 @@ def test_under_noise_the_likelihood_starts_where_the_attacks_own_distance_ends(m
 
     monkeypatch.setattr(SearchStep, "evaluate", watched)
     result = run(Gs(iterations=7, keep=7, compile="off"), seen)
-    assert kinds == ["cosine"] * 8 + ["l2"] * 8  # 7 steps, and a last look, of each
+    assert kinds == ["cosine"] * 8 + ["l2"] * 8  # 7 steps and a final evaluation in each phase
     assert result.steps == (0, 2, 4, 6, 8, 10, 12, 14)
     assert len(result.iterates) == len(result.steps)
     phases = adapted(Search(Objective("cosine")), seen).phases
@@ -140,7 +140,7 @@ def test_under_noise_the_likelihood_starts_where_the_attacks_own_distance_ends(m
 def test_a_tensor_can_be_left_out_of_the_match():
     @dataclasses.dataclass(frozen=True)
     class Spoilt(Defence):
-        """Sends noise in place of one tensor."""
+        """A defence that replaces one tensor by noise."""
 
         def on_update(self, update, client):
             name = next(iter(update.tensors))

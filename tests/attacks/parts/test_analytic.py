@@ -46,7 +46,7 @@ def block_of(rows=3, network=None):
     return block
 
 
-def test_rows_compute_what_they_are_told_of_pixels():
+def test_rows_compute_the_given_function_of_pixels():
     network = create_model("mlp", SHAPE, 4, 0, NORMALISED)
     space, layer = Space(network, SHAPE, torch.zeros(())), nn.Linear(36, 3)
     rows, thresholds = torch.randn(3, 36, generator=rng()), torch.tensor([0.1, -2.0, 3.0])
@@ -73,7 +73,7 @@ def test_a_block_before_a_network_sees_what_the_network_saw():
 
 
 @pytest.mark.parametrize("size", [0.05, 0.5])
-def test_a_shift_has_its_size_and_no_mean(size):
+def test_a_shift_has_the_given_relative_size_and_zero_mean(size):
     block, pictures = block_of(), torch.randn(200, 36, generator=rng(2))
     set_shift(block, torch.randn(36, 3, generator=rng(3)), pictures, size)
     added = block.shift(block.act(block.rows(pictures))).detach()
@@ -82,7 +82,7 @@ def test_a_shift_has_its_size_and_no_mean(size):
     assert float(added.square().mean().sqrt() / contrast) == pytest.approx(size, rel=1e-3)
 
 
-def test_likely_pictures_are_public_ones_or_noise_like_the_normalisation():
+def test_likely_images_are_public_ones_or_noise_with_the_normalisations_moments():
     network = create_model("mlp", SHAPE, 4, 0, NORMALISED)
     public = Batch(torch.rand(30, *SHAPE), torch.zeros(30, dtype=torch.long), torch.zeros(30) > 0)
     assert torch.equal(likely_pictures(network, Scene(SHAPE, 4, public), rng()), public.images)
@@ -105,7 +105,7 @@ def test_the_first_layer_is_found_or_refused():
         two_linears(create_model("mlp:activation=sigmoid", SHAPE, 4, 0), SHAPE)
 
 
-def test_ratios_are_the_image_where_there_is_one():
+def test_ratios_equal_the_image_if_only_one_reaches_the_row():
     space = Space(create_model("mlp", SHAPE, 4, 0, NORMALISED), SHAPE, torch.zeros((), dtype=torch.float64))
     pixels = torch.rand(2, *SHAPE, generator=rng(), dtype=torch.float64)
     inputs = space.from_pixels(pixels).flatten(1)  # (2, D)
@@ -127,7 +127,7 @@ def whole_pictures(count=3, seed=0):
     return torch.randint(0, 256, (count, 64), generator=rng(seed)).double() / 255
 
 
-def test_rounding_is_left_out_and_the_strongest_come_first():
+def test_rounding_noise_is_dropped_and_the_strongest_rows_come_first():
     found = strong(whole_pictures(), torch.tensor([1.0, 3.0, 1e-9]))
     assert found.strength.tolist() == [3.0, 1.0]
     assert torch.equal(found.images, whole_pictures()[[1, 0]])
@@ -140,17 +140,17 @@ def test_rows_that_agree_support_each_other():
 
 
 @pytest.mark.parametrize("share", [0.13, 0.37, 0.5, 0.8])
-def test_mixtures_are_off_the_grid_of_bytes(share):
+def test_mixtures_are_recognised_by_pixels_off_the_8_bit_grid(share):
     one, other = whole_pictures(2)
     assert on_grid(torch.stack([one, other])).all()
     assert not on_grid((share * one + (1 - share) * other)[None]).any()
 
 
-def test_black_and_white_say_nothing():
+def test_black_and_white_images_give_no_evidence():
     assert not on_grid(torch.tensor([[0.0, 1.0] * 32])).any()
 
 
-def test_the_best_differ_and_single_ones_come_first():
+def test_chosen_guesses_differ_and_single_images_come_first():
     one, other, third = whole_pictures(3)
     mixture, far = 0.37 * one + 0.63 * other, third + 2
     images = torch.stack([far, mixture, one, one + 1e-4, other])
@@ -164,7 +164,7 @@ def test_the_best_differ_and_single_ones_come_first():
     assert outside(far[None]) > 1
 
 
-def test_targets_without_enough_guesses_are_told():
+def test_targets_without_enough_guesses_are_reported():
     _, _, seen = scene(targets=2, size=2)
     single = Candidates(whole_pictures(1), torch.ones(1), torch.ones(1, dtype=torch.int64))
     nothing = Candidates(torch.empty(0, 64).double(), torch.empty(0), torch.empty(0, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Distances to the boundary: against the closed form of a line, and against foolbox's HopSkipJump."""
+"""Distances to the decision boundary, compared with the closed form of a plane and with foolbox's HopSkipJump."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ from gradveil.models import create_model
 
 
 class Counted(nn.Module):
-    """A network that keeps what it was asked."""
+    """A network that records its inputs."""
 
     def __init__(self, network):
         super().__init__()
@@ -36,7 +36,7 @@ def felt(network, images, labels, kind="full", *, queries=1000, reduction=2, est
 
 @pytest.fixture(scope="module")
 def line():
-    """Two classes on both sides of a plane through the middle of [0, 1], images near it, and their true distances."""
+    """Return a network with a plane through the middle of [0, 1] as boundary, images near it, and their distances."""
     rng = torch.Generator().manual_seed(0)
     smooth = F.interpolate(torch.randn(1, 1, 3, 3, generator=rng), size=(8, 8), mode="bilinear").flatten()
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
@@ -49,7 +49,7 @@ def line():
 
 
 def seen_of_normal(network, images, kind):
-    """The share of the plane's normal that lies in the subspace: all of it, but for components of images of noise."""
+    """Return the share of the plane's normal that lies in the subspace: all, except for components of noise images."""
     if kind != "pca":
         return 1.0
     normal = F.normalize(network[1].weight[0], dim=0)
@@ -90,10 +90,10 @@ def test_points_are_beyond_the_boundary_inside_the_box_and_as_far_as_stated(line
     assert found.points.min() >= 0
     assert found.points.max() <= 1
     assert (found.points - images).flatten(1).norm(dim=1).allclose(found.distances)
-    assert (network(found.points).argmax(1) != labels).double().mean() > 0.9  # but for rounding
+    assert (network(found.points).argmax(1) != labels).double().mean() > 0.9  # except for rounding
 
 
-def test_what_the_network_has_wrong_has_distance_0_and_costs_one_query(line):
+def test_misclassified_images_have_distance_0_and_cost_one_query(line):
     network, images, labels, _ = line
     labels = labels.clone()
     labels[:5] = 1 - labels[:5]
@@ -110,7 +110,7 @@ def test_a_single_image_starts_from_noise(line):
     assert 0 < found.distances < 8
 
 
-def test_a_network_with_one_answer_is_infinitely_far_as_far_as_images_go():
+def test_a_network_with_a_constant_answer_gets_the_largest_distance_in_the_box():
     network = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
     nn.init.zeros_(network[1].weight)
     nn.init.constant_(network[1].bias, 0.0)
@@ -128,7 +128,7 @@ def test_no_images_have_no_distances(line):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_full_space_agrees_with_foolbox():
-    """From the same starts and with as many queries; foolbox takes one image at a time, for it mixes up the lengths."""
+    """Both take equal starts and queries; foolbox gets one image at a time, because it confuses lengths."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import foolbox

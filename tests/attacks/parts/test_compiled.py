@@ -9,7 +9,7 @@ from gradveil.attacks.parts.compiled import compiled
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_a_compiled_function_is_found_again_by_another_network_of_its_kind_with_its_own_weights(monkeypatch):
+def test_a_compiled_function_is_reused_for_another_network_of_the_same_kind(monkeypatch):
     monkeypatch.setattr(module, "_known", type(module._known)())
     torch.manual_seed(0)
     networks = [torch.nn.Linear(3, 2) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""GRNN's generators, against the published network written out layer by layer."""
+"""The generators of GRNN, compared with the published network written out layer by layer."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_doubled_convolution_is_doubling_and_then_convolution(count, channels, o
 
 
 class Published(nn.Module):
-    """One generator as in the paper's Figure 3, for an image of 8 or 16 pixels a side."""
+    """One generator as in the paper's Figure 3, for images of 8 or 16 pixels per side."""
 
     def __init__(self, channels, side, noise, width):
         super().__init__()
@@ -46,7 +46,7 @@ class Published(nn.Module):
         return maps.sigmoid(), self.label(self.z)
 
     def numbers(self):
-        """The same as our maker's numbers, and the logits."""
+        """Return the parameters in the order of our generator, and the logits."""
         first = torch.einsum("i,ijhw->jhw", self.z, self.first.weight)
         rest = [
             piece
@@ -85,12 +85,12 @@ def test_images_and_steps_are_those_of_the_published_network(side):
             optimiser.step()
     after = torch.cat([net()[0] for net in theirs])
     assert torch.allclose(ours.pictures(rmsprop.variables[:, : ours.size], None), after, atol=2e-3)
-    assert (after - torch.cat([ours.pictures(starts, None)])).abs().max() > 0.05  # they did move
+    assert (after - torch.cat([ours.pictures(starts, None)])).abs().max() > 0.05  # the weights did move
     told = torch.stack([net.label(net.z) for net in theirs])
     assert torch.allclose(rmsprop.variables[:, ours.size :], told, atol=2e-3)
 
 
-def test_it_begins_as_torchs_layers_do():
+def test_it_is_initialised_like_torchs_layers():
     ours = FreshGenerators((1, 8, 8), 1, noise=50, width=4, roughness=0.0)
     drawn = ours.begin(200, torch.Generator().manual_seed(0))
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def test_it_begins_as_torchs_layers_do():
         assert drawn[:, place].std() == pytest.approx(theirs[:, place].std().item(), rel=0.1, abs=1e-6)
 
 
-def test_odd_sizes_are_cut_from_the_middle_and_images_of_a_batch_have_generators_of_their_own():
+def test_odd_sizes_are_cropped_and_each_image_of_a_batch_has_its_own_generator():
     whole = FreshGenerators((3, 16, 16), 2, noise=5, width=2, roughness=0.0)
     cut = FreshGenerators((3, 10, 14), 2, noise=5, width=2, roughness=0.0)
     flat = whole.begin(3, torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ from gradveil.types import Batch
 
 
 def look(labels, model="lenet-dlg", classes=6, grants=("num-examples",)):
-    """What a server sees of clients with these labels."""
+    """Return what a server sees of clients with these labels."""
     rng = torch.Generator().manual_seed(3)
     network = create_model(model, (1, 12, 12), classes, seed=1).eval()
     private = [
@@ -83,13 +83,13 @@ def test_a_bias_gradient_that_cross_entropy_cannot_make_is_noticed():
 
 
 @pytest.mark.parametrize("size", [1e9, 1e30])
-def test_updates_of_absurd_size_are_counted_all_the_same(size):
+def test_labels_of_extremely_large_updates_are_counted(size):
     bias = size * torch.tensor([[-1.0, 0.5, 0.5], [-1.0, -1.0, 2.0], [3.0, 2.0, 1.0]])
     found = counted(torch.zeros(3, 3, 2), bias, 7, torch.full((3,), 1 / 3))
     assert found.shape == (3, 7)
 
 
-def test_the_head_is_the_layer_that_is_called_last_wherever_it_was_defined():
+def test_the_head_is_the_layer_that_is_called_last():
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -103,4 +103,4 @@ def test_the_head_is_the_layer_that_is_called_last_wherever_it_was_defined():
     seen = observe(Net(), private, threat=ThreatModel.of("num-examples"), num_classes=6)
     assert torch.equal(last_layer(seen, seen.gradients)[0], seen.gradients["head.weight"])
     assert torch.equal(last_layer(seen, seen.gradients)[1], seen.gradients["head.bias"])
-    assert known_or_recovered(seen).flatten().tolist() == list(range(6))  # tanh features: the bias still tells
+    assert known_or_recovered(seen).flatten().tolist() == list(range(6))  # tanh features: the bias is enough

@@ -26,7 +26,7 @@ def data(targets=2, count=4):
 
 
 def by_hand(network, images, labels, how, lr):
-    """torch.optim.SGD on a copy; the mean gradient by name."""
+    """Train a copy by torch.optim.SGD, and return the mean gradient by name."""
     copy = small()
     copy.load_state_dict(network.state_dict())
     optimiser = torch.optim.SGD(
@@ -64,7 +64,7 @@ def test_unrolled_steps_can_be_differentiated():
 
 
 @pytest.mark.parametrize("how", [LocalSettings(epochs=2, batch_size=2), HOW])
-def test_with_small_steps_all_ways_agree(how):
+def test_with_small_steps_all_approximations_agree(how):
     network, (images, labels) = small(), data()
     exact = Replay(network, 4, "unroll", how, 1e-5, BATCHES)(images, labels, {})
     for way in ("line", "once"):
@@ -87,19 +87,19 @@ def test_the_line_is_nearer_than_the_start_after_long_steps():
 
 @pytest.mark.parametrize("known", ["num-examples,local-steps", "num-examples"])
 @pytest.mark.parametrize("way", ["unroll", "once"])
-def test_batch_norm_takes_its_statistics_from_the_batch_where_clients_train_so(way, known):
+def test_batch_norm_uses_batch_statistics_if_clients_do(way, known):
     network = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))
     images, labels = (tensor[:4] for tensor in data())
     private = [Batch(images.float(), labels, torch.zeros(4) > 0)]
     how = LocalSettings(epochs=1, batch_size=4, batch_norm="average")
-    grants = ThreatModel.of(*known.split(","))  # without the local steps, the running statistics that came along tell
+    grants = ThreatModel.of(*known.split(","))  # without known local steps, the running statistics reveal it
     seen = observe(network, private, threat=grants, num_classes=3, how=how, lr=0.1)
     found = replay_of(seen, way, torch.Generator())(images.float(), labels, seen.gradients)
     for name, tensor in seen.gradients.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_the_plan_follows_what_is_known_of_local_training():
+def test_the_plan_follows_the_known_local_settings():
     private = [Batch(*(t.float() if t.is_floating_point() else t for t in data(1, 6)), torch.zeros(6) > 0)]
     how = LocalSettings(epochs=3, batch_size=4)
     seen = observe(
@@ -110,7 +110,7 @@ def test_the_plan_follows_what_is_known_of_local_training():
     assert sorted(torch.cat(replay.batches[:2]).tolist()) == list(range(6))
     assert replay.lr == 0.1
     assert not replay.is_plain
-    assert not replay_of(seen, "once", torch.Generator()).is_plain  # the last batch of an epoch counts more an image
+    assert not replay_of(seen, "once", torch.Generator()).is_plain  # images in the last batch of an epoch count more
     even = LocalSettings(epochs=3, batch_size=3)
     seen = observe(
         small().float(), private, threat=ThreatModel.of("num-examples", "local-steps"), num_classes=3, how=even, lr=0.1
@@ -119,7 +119,7 @@ def test_the_plan_follows_what_is_known_of_local_training():
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(2), nn.LayerNorm([2, 6, 6])])
-def test_normalisation_of_the_batch_is_differentiated_rightly(norm):
+def test_batch_normalisation_is_differentiated_correctly(norm):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Flatten(), nn.Linear(72, 3)).double()
     images, labels = (tensor[:4] for tensor in data())
@@ -135,7 +135,7 @@ def test_normalisation_of_the_batch_is_differentiated_rightly(norm):
     assert torch.autograd.gradcheck(total, (images.requires_grad_(),), rtol=1e-4)
 
 
-def test_decay_is_not_lost_where_once_would_do():
+def test_weight_decay_is_kept_by_the_one_step_approximation():
     network, (images, labels) = small(), data(targets=1)
     private = [Batch(images.float(), labels, torch.zeros(4) > 0)]
     how = LocalSettings("fedsgd", batch_size=0, weight_decay=0.3, batch_norm="freeze")

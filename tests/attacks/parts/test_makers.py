@@ -7,7 +7,7 @@ from gradveil.generators import Latent
 
 
 class Told(Latent):
-    """Gives back what it was told."""
+    """A generator that returns its inputs."""
 
     conditional = True
 

@@ -10,7 +10,7 @@ from gradveil.errors import UnknownNameError
 
 
 def problems(count, size, seed):
-    """Independent smooth problems of different curvature, one of them already solved at the start."""
+    """Return independent smooth problems of different curvature, one of them solved at the start."""
     rng = torch.Generator().manual_seed(seed)
     matrices = torch.randn(count, size, size, generator=rng, dtype=torch.float64)
     offsets = torch.randn(count, size, generator=rng, dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_equals_torch_lbfgs_on_every_target(count, history, lr, seed, steps):
         for step in range(steps):
             first = theirs.step(alone).detach()
             if not first.isfinite() or first > 1e12:
-                break  # both diverge, with different last bits
+                break  # both diverge, and differ in the last bits
             assert torch.allclose(first, firsts[step, target], rtol=1e-6), (target, step)
         else:
             assert torch.allclose(x.detach(), ours.variables[target], rtol=1e-4, atol=1e-4)
@@ -89,7 +89,7 @@ def test_equals_torch_adam_on_every_target(schedule):
 
 
 @pytest.mark.parametrize("kind", [BatchedLbfgs, lambda x: BatchedAdam(x, LearningRate(0.1, 9), sign="soft")])
-def test_those_that_stay_go_on_as_if_no_one_had_left(kind):
+def test_remaining_targets_continue_as_if_none_had_left(kind):
     loss, starts = problems(4, 5, 3)
 
     def closure_of(rows):

@@ -23,7 +23,7 @@ from gradveil.types import Batch
 
 
 def clients(labels, seed=0, side=12):
-    """Clients with these labels (rows of one length); images of one class are alike."""
+    """Return clients with these labels (rows of equal length); images of one class are similar."""
     rng = torch.Generator().manual_seed(seed)
     kinds = torch.rand(10, 1, side, side, generator=rng)
     return [
@@ -42,7 +42,7 @@ def look(model, private, how=None, lr=0.01, seed=1):
 
 
 def true_representations(network, batch, chain):
-    """Mean input (classes present, features) of each layer by class: what no attack has."""
+    """Return the true mean input of each layer by class, (classes present, features), which no attack knows."""
     with torch.no_grad(), inputs_of(network, chain) as reached:
         network(batch.images)
     return {name: {c: reached[name][batch.labels == c].mean(0) for c in set(batch.labels.tolist())} for name in chain}
@@ -90,7 +90,7 @@ def test_rows_are_taken_by_what_a_class_has_more_of_than_others_and_turned_by_th
     model=st.sampled_from(["mlp:hidden=20/10", "mlp:hidden=20/10,activation=tanh", "lenet5:activation=sigmoid"]),
     rows=st.sampled_from(ROWS),
 )
-def test_of_one_image_every_layer_is_exact_but_for_a_factor(label, seed, model, rows):
+def test_one_image_is_exact_at_every_layer_up_to_a_factor(label, seed, model, rows):
     private = clients([[label]], seed)
     network, seen = look(model, private, seed=seed)
     found, chain = class_representations(seen, rows=rows), linear_chain(seen)
@@ -110,7 +110,7 @@ def test_the_classes_of_a_single_step_are_found_exactly_on_a_fresh_network(label
     assert set(trained_classes(weight, None)[0].nonzero().flatten().tolist()) == set(labels)
 
 
-def test_classes_are_found_after_many_steps_but_for_a_few():
+def test_most_classes_are_found_after_many_steps():
     labels = [[0, 1] * 8, [2, 5] * 8, [3, 4] * 8, [1, 3] * 8]
     _, seen = look("lenet5", clients(labels), LocalSettings(epochs=10, batch_size=4))
     found = trained_classes(seen.updates["fc3.weight"], seen.updates["fc3.bias"])
@@ -118,12 +118,12 @@ def test_classes_are_found_after_many_steps_but_for_a_few():
     assert sum(right) >= 3
 
 
-def test_an_update_of_nothing_has_no_class():
+def test_a_zero_update_has_no_class():
     assert not trained_classes(torch.zeros(1, 3, 2), torch.zeros(1, 3)).any()
 
 
 @pytest.mark.parametrize("how", [None, LocalSettings(epochs=1, batch_size=8)])
-def test_two_classes_come_apart_at_every_layer(how):
+def test_two_classes_are_separated_at_every_layer(how):
     private = clients([[0, 3] * 8, [2, 5] * 8])
     network, seen = look("lenet5", private, how)
     found, chain = class_representations(seen), linear_chain(seen)
@@ -154,7 +154,7 @@ def test_errors_go_back_through_the_weights_and_past_units_that_are_on_by_hand()
     assert found[1].tolist() == pytest.approx([0.0, 1.0])
 
 
-def test_an_unknown_way_is_refused():
+def test_an_unknown_method_is_refused():
     _, seen = look("logistic", clients([[1]]))
     with pytest.raises(UnknownNameError, match="rows"):
         class_representations(seen, rows="guesses")

@@ -24,7 +24,7 @@ SHARE = 0.3
 
 
 class Decoy(Defence):
-    """Adds the gradient of one image of noise for each private one, whose label is mixed with the private one's."""
+    """A defence that adds the gradient of a noise image per private image, with a mixture of both labels."""
 
     def on_gradient(self, gradient, batch, client):
         image, labels = decoy(batch.labels, client.id, batch.images.shape[-1])
@@ -46,7 +46,7 @@ def hidden(**how):
     return truth[:, 0], labels[:, 0], seen
 
 
-def test_the_last_layer_falls_into_private_image_and_decoy():
+def test_the_last_layers_gradient_splits_into_private_image_and_decoy():
     truth, labels, seen = hidden()
     for target in range(3):
         mine = {name: tensor[target].double() for name, tensor in seen.mean_gradients.items()}
@@ -62,7 +62,7 @@ def test_the_last_layer_falls_into_private_image_and_decoy():
                 assert torch.allclose(half.error, (seen.network(image).softmax(1) - label)[0].double(), atol=1e-4)
 
 
-def test_what_is_left_is_the_private_images_own_gradient():
+def test_the_remainder_is_the_private_images_gradient():
     truth, labels, seen = hidden()
     found = stacked(seen.mean_gradients, told_apart(seen, seen.mean_gradients, SHARE))
     own = projected(example_gradients(seen.network, truth, labels), found)
@@ -75,7 +75,7 @@ def test_what_is_left_is_the_private_images_own_gradient():
     assert bool(found["conv3.weight"].ne(0).any())
 
 
-def test_a_network_that_is_no_chain_gives_its_last_layer_away():
+def test_a_network_that_is_no_chain_reveals_its_last_layer():
     truth, labels, seen = hidden(model="convnet:width=4", side=9)
     found = stacked(seen.mean_gradients, told_apart(seen, seen.mean_gradients, SHARE))
     last = [name for name in seen.updates if bool(found[KEEP + name].any())]
@@ -84,7 +84,7 @@ def test_a_network_that_is_no_chain_gives_its_last_layer_away():
     assert torch.allclose(own[last[0]], found[last[0]], atol=1e-3 * float(found[last[0]].abs().max()))
 
 
-def test_it_is_given_up_where_it_cannot_be():
+def test_separation_is_skipped_if_it_is_impossible():
     _, _, unlabelled = hidden(grants=("num-examples",))
     assert not any(told_apart(unlabelled, unlabelled.mean_gradients, SHARE))
     _, _, batches = hidden(size=2)
@@ -96,7 +96,7 @@ def test_it_is_given_up_where_it_cannot_be():
     assert not any(told_apart(seen, seen.mean_gradients, SHARE))
 
 
-def test_a_gradient_of_rank_one_is_the_images_own_where_some_have_no_decoy():
+def test_a_gradient_of_rank_one_has_no_decoy_if_some_images_have_none():
     truth, labels, seen = hidden()
     alone = example_gradients(seen.network, truth, labels)
     mixed = {name: torch.cat([alone[name][:1], tensor[1:]]) for name, tensor in seen.mean_gradients.items()}
@@ -130,7 +130,7 @@ def test_gradients_by_channel_and_back():
         assert torch.equal(by_weight(channels, gradient), gradient)
 
 
-def test_a_search_that_explains_nothing_begins_anew(monkeypatch):
+def test_a_search_that_explains_nothing_restarts(monkeypatch):
     _, labels, seen = hidden()
     monkeypatch.setattr(separation, "STARTS", 1)
     monkeypatch.setattr(separation, "STEPS", 12)

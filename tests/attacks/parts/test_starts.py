@@ -26,7 +26,7 @@ def look(*grants):
 
 
 def first(start, *grants, labels=None, rows=3, seed=0):
-    """Pixels (rows, 2, C, H, W) of first guesses."""
+    """Return the pixels of initial guesses, (rows, 2, C, H, W)."""
     seen, space = look(*grants)
     flat = begin(start, seen, labels, rows, 2, space, torch.Generator().manual_seed(seed))
     assert flat.shape == (rows, 2 * 90)

@@ -36,7 +36,7 @@ def test_watched_gives_the_statistics_of_each_group():
     assert not network[1]._forward_pre_hooks
 
 
-def test_sent_running_statistics_give_the_batch_s_own_away():
+def test_sent_running_statistics_reveal_the_batchs_own():
     network, batches = net(), private()
     how = LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="average")
     seen = observe(network, batches, threat=ThreatModel(), num_classes=3, how=how)
@@ -46,7 +46,7 @@ def test_sent_running_statistics_give_the_batch_s_own_away():
     torch.testing.assert_close(variance, variances, atol=1e-5, rtol=0.02)  # torch sends the unbiased one
 
 
-def test_else_trained_running_statistics_serve_and_untrained_ones_do_not():
+def test_otherwise_trained_running_statistics_are_used_but_untrained_ones_are_not():
     network, batches = net(), private()
     assert likely_statistics(observe(network, batches, threat=ThreatModel(), num_classes=3)) == {}
     network[1].running_mean += 0.5

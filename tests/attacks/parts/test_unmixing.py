@@ -22,12 +22,12 @@ def smooth(count, seed, shape=SHAPE):
     rng = torch.Generator().manual_seed(seed)
     coarse = torch.randn(count, shape[0], 5, 5, generator=rng)
     fine = torch.nn.functional.interpolate(coarse, size=shape[1:], mode="bilinear")
-    shade = torch.linspace(0.6, -0.2, shape[1])[:, None]  # lighter above, as out of doors
+    shade = torch.linspace(0.6, -0.2, shape[1])[:, None]  # brighter at the top, as outdoors
     return (0.6 * fine + shade).clamp(-1, 1)
 
 
 def shaded(count, seed):
-    """Images whose largest part is one pattern that all have, more or less."""
+    """Return images dominated by one common pattern of varying strength."""
     amount = torch.randn(count, 1, 1, 1, generator=torch.Generator().manual_seed(seed))
     return 0.3 * smooth(count, seed) + amount * torch.linspace(-1, 1, SHAPE[2])
 
@@ -46,7 +46,7 @@ def encoder(images, count, rng):
 
 
 def matched(found, truth):
-    """Coefficients (E, N) of images in the order of the truth's."""
+    """Return coefficients (E, N) with images in the order of the true ones."""
     from scipy.optimize import linear_sum_assignment
 
     count = truth.shape[1]
@@ -55,7 +55,7 @@ def matched(found, truth):
     return alike[rows, columns]
 
 
-def test_the_network_learns_which_encodings_share_images_that_it_never_saw():
+def test_the_network_recognises_encodings_that_share_unseen_images():
     rng = torch.Generator().manual_seed(0)
     how = {"num_images": 5, "width": 8, "batch": 32}
     network, naive = (
@@ -122,7 +122,7 @@ def test_a_background_takes_what_the_coefficients_leave():
     assert found.residual < 1e-3
 
 
-def test_signs_agree_up_to_one_and_public_images_tell_it():
+def test_signs_agree_up_to_a_common_one_which_public_images_reveal():
     images, public = smooth(12, 9).flatten(1), smooth(300, 10).flatten(1)
     rng = torch.Generator().manual_seed(0)
     spoiled = images * (2 * torch.randint(2, (1, 200), generator=rng) - 1)
@@ -134,7 +134,7 @@ def test_signs_agree_up_to_one_and_public_images_tell_it():
     assert torch.equal(-back * likely_sign(-pictures, known, torch.Generator().manual_seed(1)), up)
 
 
-def test_a_few_real_images_are_told_from_their_negatives(real_data):
+def test_a_few_real_images_are_distinguished_from_their_negatives(real_data):
     data = load_dataset("cifar10", real_data)
     pixels = [torch.from_numpy(split.images[:1200]).float() / 127.5 - 1 for split in (data.train, data.test)]
     network = train_sign(pixels[1][:500], torch.Generator().manual_seed(0))
