@@ -151,7 +151,7 @@ def test_quantiles_split_numbers_evenly():
 
 
 def test_empirical_bins_need_public_images():
-    with pytest.raises(ConfigError, match=r"needs public images, at least 20.*Grant public-data"):
+    with pytest.raises(ConfigError, match=r"needs at least 20 public images.*Add public-data to --knows"):
         look(Imprint(distribution="empirical"), [photographs(2, 5)])
 
 

@@ -1,4 +1,4 @@
-"""GGL: search the latents of a trained generator for an image whose gradient is the one seen."""
+"""GGL: search the latents of a trained generator for an image whose gradient equals the one seen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,48 +27,49 @@ ESTIMATES = ("none", "clip", "compression", "columns")
 
 @dataclass(frozen=True)
 class Ggl(Matching):
-    r"""Search the latents z of a generator G for images whose gradient is the seen one.
+    r"""Search the latents z of a generator G for images whose gradient equals the one seen.
 
     .. math:: \arg\min_z D(T(\nabla L(G(z), \hat y)), g) + \lambda R(z)
 
-    G was trained on public images, so that whatever is found looks like one; where a defence leaves little of the
-    gradient, the guess is then likely rather than right. R is the divergence of the latents from N(0, 1); T is what the
-    defence does. An attacker who knows the defence takes its countermove (``adapt``). Without that knowledge it can
-    ``estimate`` T from the update alone, as published: clipping to the norm that arrived, compression to the share of
-    entries that are not zero, and Soteria's mask from columns of zeros.
+    G was trained on public images, so every guess looks like one. If a defence leaves little of the gradient, the guess
+    is therefore plausible rather than correct. R is the divergence of the latents from N(0, 1); T is the defence. An
+    attacker who knows the defence plays its countermove (``adapt``). One who does not can ``estimate`` T from the
+    update alone, as published: clipping to the norm of the update, compression to its share of non-zero entries, and
+    Soteria's mask from columns of zeros.
 
-    Needs: the number of examples, and public data, which the generator stands for. Labels that are not granted are
-    recovered from the last layer, and told to a generator that draws by class.
-    Fails: for images that the generator can't make; with cma in many dimensions (batches).
+    Needs: the number of examples, and public data, which the generator was trained on. Labels that are not granted are
+    recovered from the last layer, and given to a class-conditional generator.
+    Fails: for images that the generator cannot make; with cma in many dimensions (batches).
     Reference: Li et al. 2022, https://arxiv.org/abs/2203.15696, Eqs. 2-7, and the authors' code (CMA-ES with 50
-    candidates and 500 rounds; Adam with rate 0.1, 2,500 steps and ``kl=0.1``; squared differences, mean over layers).
-    Differs from the paper: the distance is divided by that of a zero guess, and ``kl`` is a weight against that, so
-    that it does not depend on the model; ``squash`` is off, for our generators are trained on all of N(0, 1), theirs on
-    a cut one; the best candidate by the attacker's loss is kept, not the strategy's mean; under noise the known
-    countermove is the likelihood, where the authors ignore it or add noise of their own.
+    candidates and 500 rounds; Adam with learning rate 0.1, 2,500 steps and ``kl=0.1``; squared differences, mean over
+    layers).
+    Differs from the paper: divides the distance by that of a zero guess, so that the weight ``kl`` does not depend on
+    the model; leaves ``squash`` off, because our generators are trained on all of N(0, 1), theirs on a truncated one;
+    keeps the best candidate by the attacker's loss, not the strategy's mean; under known noise the countermove is the
+    likelihood, where the authors ignore the noise or add noise of their own.
 
     Attributes:
         iterations: rounds of cma, or steps of adam.
-        restarts: searches from different latents, chosen by the loss.
+        restarts: searches from different latents; the one with the least loss is kept.
         start: normal only; latents begin from N(0, 1).
-        local: how several local steps are played again: unroll, line or once.
-        stop_below: a share of a zero guess's loss at which a target counts as found.
-        chunk: candidates or searches taken together.
-        keep: iterates kept for the report, beside the start.
+        local: how several local steps are simulated: unroll, line or once.
+        stop_below: a target is done when its loss is below this share of a zero guess's loss.
+        chunk: candidates or searches evaluated at once.
+        keep: iterates kept for the report, in addition to the start.
         compile: on, off or auto.
-        adapt: which countermove to a known defence; the first by default, none for none.
+        adapt: which countermove to play against a known defence; the first by default, none for none.
         parts: which layers' gradients are matched: all, convolutions or linear.
-        generator: a file of ``gradveil train-generator``, one's own file.py:factory, or ``principal``: the principal
-            components of the public images, which need no training.
+        generator: a file made by ``gradveil train-generator``, your own file.py:factory, or ``principal``: the
+            principal components of the public images, which need no training.
         latent: components that ``principal`` keeps.
         optimiser: cma (published, needs no gradient of G) or adam.
-        population: candidates a round of cma.
-        lr: first standard deviation of cma, or adam's rate.
+        population: candidates per round of cma.
+        lr: initial standard deviation of cma, or adam's learning rate.
         distance: l2 (published), l1 or cosine.
         kl: weight of the latents' divergence from N(0, 1).
         tv: weight of total variation, in normalised units.
-        squash: whether latents pass tanh first; then ``kl`` is left out.
-        estimate: none, or what defence to estimate from the update, where none is known: clip, compression or columns.
+        squash: whether latents pass through tanh first; then ``kl`` is ignored.
+        estimate: which defence to estimate from the update if none is known: none, clip, compression or columns.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES, Knowledge.PUBLIC_DATA})
@@ -90,7 +91,9 @@ class Ggl(Matching):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.start != "normal":
-            raise ConfigError(f"start of ggl must be normal, as it begins from random latents, got {self.start}.")
+            raise ConfigError(
+                f"start of ggl must be normal, as it begins from random latents, got {self.start}. Use start=normal."
+            )
         one_of("optimiser", self.optimiser, OPTIMISERS)
         one_of("distance", self.distance, DISTANCES)
         one_of("estimate", self.estimate, ESTIMATES)
@@ -101,11 +104,11 @@ class Ggl(Matching):
         in_range("tv", self.tv, 0)
 
     def prepared_on(self, shape: tuple[int, int, int], num_classes: int) -> frozenset[int]:
-        """Keys of the images that the generator was trained on, as far as its file tells."""
+        """Return the keys of the images that the generator was trained on, if its file has them."""
         return frozenset() if self.generator == PRINCIPAL else load_generator(self.generator, shape, num_classes).keys
 
     def search(self, seen: Observation) -> Search:
-        """CMA-ES or Adam on latents."""
+        """Return a search of latents by CMA-ES or Adam."""
         latents = Latents(self._network(seen), seen.num_examples, squash=self.squash, divergence=self.kl)
         return Search(
             Objective(self.distance, relative=True),
@@ -121,7 +124,7 @@ class Ggl(Matching):
         )
 
     def labels_of(self, seen: Observation) -> Tensor | None:
-        """Those granted, or recovered ones."""
+        """Return the granted labels, or recovered ones."""
         return known_or_recovered(seen)
 
     def _network(self, seen: Observation) -> Latent:
@@ -132,12 +135,12 @@ class Ggl(Matching):
 
 
 def estimated(what: str) -> Countermove:
-    """What an attacker does to its guess who reads a defence's strength off the update itself."""
+    """Return the countermove of an attacker who estimates the defence's strength from the update itself."""
     return Countermove({"none": None, "clip": _clipped, "compression": _compressed, "columns": _columns}[what])
 
 
 def _clipped(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-    """Each target's guess, scaled down to the norm of what was seen of it, where it is longer."""
+    """Scale each guess down to the norm of the update seen, if it is longer."""
     ours, theirs = (
         torch.stack([tensor.reshape(len(tensor), -1).square().sum(1) for tensor in tensors.values()]).sum(0).sqrt()
         for tensors in (guess, seen)
@@ -147,7 +150,7 @@ def _clipped(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
 
 
 def _compressed(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-    """Each tensor of the guess with as many entries as survived in all of what was seen of that target, by share."""
+    """Keep the same share of entries in each tensor of the guess as is non-zero in the whole update seen."""
     rows = len(next(iter(seen.values())))
     flat = torch.cat([(tensor == 0).reshape(rows, -1) for tensor in seen.values()], 1)
     shares = flat.double().mean(1)
@@ -155,7 +158,7 @@ def _compressed(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
 
 
 def _largest(tensor: Tensor, shares: Tensor) -> Tensor:
-    """Zero the given share (T,) of each row's smallest entries."""
+    """Zero the smallest entries of each row, by the given shares (T,)."""
     rows = tensor.reshape(len(tensor), -1)
     dropped = (shares * rows.shape[1]).long()
     ranks = rows.detach().abs().argsort(1).argsort(1)
@@ -163,6 +166,6 @@ def _largest(tensor: Tensor, shares: Tensor) -> Tensor:
 
 
 def _columns(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-    """The guess without those columns of linear weights that are zero in what was seen."""
+    """Zero the columns of linear weights that are zero in the update seen."""
     kept: Mapping[str, Tensor] = {name: (t != 0).any(1, keepdim=True) for name, t in seen.items() if t.dim() == 3}
     return {name: tensor * kept[name] if name in kept else tensor for name, tensor in guess.items()}

@@ -15,35 +15,36 @@ from gradveil.validate import in_range, one_of
 
 @dataclass(frozen=True)
 class Gs(Matching):
-    r"""Find images whose gradient points where the seen one points.
+    r"""Find images whose gradient points in the direction of the one seen.
 
     .. math:: \arg\min_{x \in [0,1]} 1 - \frac{\langle \nabla L(x), g \rangle}{\|\nabla L(x)\| \|g\|} + \alpha\,TV(x)
 
-    Needs: the number of examples, and after several local steps how clients train; labels are recovered from the last
-    layer where they are not granted.
-    Fails: on well-trained networks; default-initialised sigmoid networks carry too little of the image.
+    Needs: the number of examples and, for several local steps, how clients train. Labels that are not granted are
+    recovered from the last layer.
+    Fails: on well-trained networks, and on sigmoid networks with default initialisation, whose gradients carry too
+    little of the image.
     Reference: Geiping et al. 2020, https://arxiv.org/abs/2003.14053, Eq. 4, and the authors' code (sign of the gradient
-    before Adam, rate 0.1 times 0.1 at 3/8, 5/8 and 7/8 of the steps, start N(0, 1) in normalised space). DCS2's
-    experiments take ``sign=none,boxed=false,iterations=10000``.
-    Differs from the paper: the best iterate by the attacker's loss is kept, not the last; of several local steps the
-    labels are not given but recovered.
+    before Adam, learning rate 0.1, times 0.1 after 3/8, 5/8 and 7/8 of the steps, start N(0, 1) in normalised space).
+    DCS2's experiments take ``sign=none,boxed=false,iterations=10000``.
+    Differs from the paper: keeps the best iterate by the attacker's loss, not the last; recovers the labels of several
+    local steps, which the paper grants.
 
     Attributes:
-        iterations: steps; the authors' demonstration takes 24,000.
-        restarts: searches from different starts, chosen by the loss.
-        start: where a search begins: normal, uniform, patterned, grey, class-average, public or a picture's path.
-        local: how several local steps are played again: unroll, line or once.
-        stop_below: a share of a zero guess's loss at which a target counts as found.
-        chunk: searches taken together.
-        keep: iterates kept for the report, beside the start.
+        iterations: steps of Adam; the authors' demonstration takes 24,000.
+        restarts: searches from different starts; the one with the least loss is kept.
+        start: where a search begins: normal, uniform, patterned, grey, class-average, public or the path of a picture.
+        local: how several local steps are simulated: unroll, line or once.
+        stop_below: a target is done when its loss is below this share of a zero guess's loss.
+        chunk: searches evaluated at once.
+        keep: iterates kept for the report, in addition to the start.
         compile: on, off or auto.
-        adapt: which countermove to a known defence; the first by default, none for none.
+        adapt: which countermove to play against a known defence; the first by default, none for none.
         parts: which layers' gradients are matched: all, convolutions or linear.
         tv: weight of total variation (mean absolute difference, in normalised units).
-        lr: Adam's rate.
-        schedule: of the rate: steps (published), cosine or constant.
-        sign: hard (published), soft or none.
-        boxed: keep images inside [0, 1].
+        lr: Adam's learning rate.
+        schedule: schedule of the learning rate: steps (published), cosine or constant.
+        sign: how the gradient is transformed before Adam: hard (its sign, published), soft or none.
+        boxed: whether images are kept inside [0, 1].
     """
 
     iterations: int = 24_000
@@ -61,7 +62,7 @@ class Gs(Matching):
         one_of("sign", self.sign, SIGNS)
 
     def search(self, seen: Observation) -> Search:
-        """Adam on the cosine distance."""
+        """Return a search by Adam on the cosine distance."""
         return Search(
             Objective("cosine"),
             Priors(tv=self.tv),
@@ -72,5 +73,5 @@ class Gs(Matching):
         )
 
     def labels_of(self, seen: Observation) -> Tensor | None:
-        """Those granted, or recovered ones."""
+        """Return the granted labels, or recovered ones."""
         return known_or_recovered(seen)

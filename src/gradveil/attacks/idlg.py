@@ -1,4 +1,4 @@
-"""Improved DLG: the label comes from the gradient's sign, and only the image is searched."""
+"""Improved DLG (iDLG): the gradient's sign gives the label, and only the image is searched."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ from gradveil.threat import Observation
 class Idlg(Dlg):
     """DLG with labels read off the last layer's gradient.
 
-    Needs: the number of examples, and after several local steps how clients train; labels are recovered where they are
-    not granted (exactly so for one example and non-negative features).
-    Fails: as DLG, and where the label rule fails (`gradveil.attacks.parts.labels`).
+    Needs: the number of examples and, for several local steps, how clients train. Labels that are not granted are
+    recovered (exactly, for one example and non-negative features).
+    Fails: like DLG, and if the rule for labels fails (`gradveil.attacks.parts.labels`).
     Reference: Zhao et al. 2020, https://arxiv.org/abs/2001.02610, Eq. 4.
-    Differs from the paper: where the last layer has a bias its gradient gives the label, which is exact for any
-    features; batches and several local steps take counted labels; the best iterate by the attacker's loss is kept.
+    Differs from the paper: if the last layer has a bias, the bias's gradient gives the label, which is exact for any
+    features; labels of batches and of several local steps are counted; keeps the best iterate by the attacker's loss.
 
     Attributes:
         iterations: as in DLG.
@@ -30,10 +30,10 @@ class Idlg(Dlg):
         keep: as in DLG.
         compile: as in DLG.
         adapt: as in DLG.
-        parts: as in DLG; the label is read off the last layer all the same.
+        parts: as in DLG; the label is always read off the last layer.
         lr: as in DLG.
     """
 
     def labels_of(self, seen: Observation) -> Tensor | None:
-        """Those granted, or recovered ones."""
+        """Return the granted labels, or recovered ones."""
         return known_or_recovered(seen)

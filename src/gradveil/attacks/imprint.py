@@ -1,4 +1,4 @@
-"""Imprint (Robbing the Fed): rows that sort images into bins, so that neighbouring rows differ by one image."""
+"""Imprint (Robbing the Fed): a layer that sorts images into bins, so that neighbouring rows differ by one image."""
 
 import math
 from dataclasses import dataclass
@@ -37,35 +37,38 @@ DISTRIBUTIONS = ("auto", "normal", "laplace", "empirical")
 
 @dataclass(frozen=True)
 class Imprint(Attack):
-    r"""Ask every image the same question, and let row i see those whose answer exceeds the i-th quantile.
+    r"""Measure every image by one linear query, and activate row i for images above the i-th quantile.
 
     .. math:: x = \frac{\Delta W_i - \Delta W_{i+1}}{\Delta b_i - \Delta b_{i+1}}, \qquad
         W_i = g\,q, \quad b_i = -g\,c_i, \quad c_1 < \dots < c_k
 
-    An image in bin i, with :math:`c_i < \langle q, x \rangle \le c_{i+1}`, is in rows 1 to i alike, since all rows lead
-    to the same place behind the ReLU. So neighbouring rows differ by the images of one bin: one alone is read off
-    exactly but for rounding, several are mixed. Of B images in k bins of equal chance a share of
-    :math:`(1 - 1/k)^{B-1}` is alone, 61 % of 64 in 128.
+    An image in bin i, with :math:`c_i < \langle q, x \rangle \le c_{i+1}`, contributes equally to rows 1 to i, because
+    all rows have the same outgoing weights after the ReLU. So neighbouring rows differ by the images of one bin: a
+    single image is recovered exactly up to rounding, several are mixed. Of B images in k equally likely bins, a share
+    of :math:`(1 - 1/k)^{B-1}` is alone in its bin: 61 % of 64 images in 128 bins.
 
-    Needs: the number of examples, and to alter the model. With public data granted the bins fit the real answers.
-    Fails: under noise, where differences of rows drown first; for images that share a bin; for answers that the
-    assumed distribution does not foresee (digits without public data). Several local steps are taken as one, and it
-    works approximately, with ``gain=1``: smaller rows are swept away by the first step, larger ones lose to rounding.
+    Needs: the number of examples, and to alter the model. If public data are granted, the bins fit real images.
+    Fails: under noise, which hides differences of rows first; for images that share a bin; for answers outside the
+    assumed distribution (digits without public data). Several local steps are treated as one, which works
+    approximately with ``gain=1``: the first step overwrites smaller rows, and larger ones lose precision to rounding.
     Reference: Fowl et al. 2022 (Robbing the Fed), https://arxiv.org/abs/2110.13057, Section 4, and the authors' code.
     DCS2's experiments take ``bins=10,query=dct,mode=0,distribution=laplace``.
-    Differs from the paper: what the rows see is added to the image as a slight shift of brightness, centred, where the
-    paper passes on nothing else, so the network behind keeps working; the sparse variant for several local steps is not
-    there; without public data the bins come from smooth noise with the mean and contrast of the model's normalisation.
+    Differs from the paper: the block adds its output to the image as a slight, centred shift of brightness, so that the
+    network after it keeps working, where the paper passes on nothing else; the sparse variant for several local steps
+    is missing; without public data the bins come from smooth noise with the mean and contrast of the model's
+    normalisation.
 
     Attributes:
-        bins: rows; at least as many as images.
-        query: what images are asked: linear (mean brightness), dct (a cosine over the flattened image) or random.
-        mode: number of the cosine, for dct.
-        distribution: of the answers: normal, laplace, empirical (of public images), or auto, which takes the last if
-            public data are granted, else laplace for dct and normal for the others.
-        gain: size of the rows. Smaller ones lose less to the rounding of weights, for the step is large beside them.
-        where: inserted before the network, or in its own first Linear layer, which then sees nothing but the answer.
-        shift: contrast that is added to the image, as a share of its own.
+        bins: the number of bins and rows; at least as many as images.
+        query: the linear query: linear (mean brightness), dct (a cosine over the flattened image) or random.
+        mode: frequency of the cosine, for dct.
+        distribution: assumed distribution of the answers: normal, laplace, empirical (of public images), or auto, which
+            is empirical if public data are granted, else laplace for dct and normal for the others.
+        gain: size of the rows. Smaller rows lose less to the rounding of weights, because the step is large in
+            comparison.
+        where: inserted (before the network) or first (in its own first Linear layer, which then passes on only the
+            answers).
+        shift: contrast added to the image, as a share of the image's own contrast.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES, Knowledge.ALTERS_MODEL})
@@ -90,7 +93,7 @@ class Imprint(Attack):
             object.__setattr__(self, "needs", self.needs | {Knowledge.PUBLIC_DATA})
 
     def alter(self, network: nn.Module, seen: Scene, rng: torch.Generator) -> nn.Module:
-        """Put the block before the network, or the rows into its first layer and equal columns into the next."""
+        """Insert the block before the network, or write rows into its first layer and equal columns into the next."""
         pictures = likely_pictures(network, seen, rng)
         question = self._question(math.prod(seen.shape), rng)
         answers = pictures.double().flatten(1) @ question
@@ -109,7 +112,7 @@ class Imprint(Attack):
         return insert(network, block)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """The ratios of differences of neighbouring rows; the last row stands for itself."""
+        """Return the ratios of differences of neighbouring rows; the last row is used as it is."""
         rows = rows_of(seen, self._layer(seen))
         apart = Rows(_differences(rows.weight), _differences(rows.bias))
         images = ratios(apart, Space(seen.network, seen.shape, rows.bias))
@@ -120,7 +123,7 @@ class Imprint(Attack):
         return f"{INSERTED}.rows" if self.where == "inserted" else first_linear(seen.network, seen.shape)
 
     def _question(self, size: int, rng: torch.Generator) -> Tensor:
-        """(D,) what an image is multiplied by; its entries' magnitudes add up to 1."""
+        """Return the query (D,) that an image is multiplied by; the magnitudes of its entries sum to 1."""
         if self.query == "linear":
             question = torch.ones(size, dtype=torch.float64)
         elif self.query == "dct":
@@ -130,16 +133,18 @@ class Imprint(Attack):
         return question / question.abs().sum()
 
     def _ask(self, layer: nn.Linear, question: Tensor, answers: Tensor, seen: Scene, space: Space) -> None:
-        """Write the rows, all alike but for their thresholds."""
+        """Write the rows, which differ only in their thresholds."""
         if layer.out_features < 2:
-            raise ConfigError(f"The first layer must have at least 2 rows, got {layer.out_features}. Insert a block.")
+            raise ConfigError(
+                f"The first layer must have at least 2 rows, got {layer.out_features}. Use where=inserted."
+            )
         kind, public = self.distribution, public_images(seen) is not None
         if kind == "auto":
             kind = "empirical" if public else "laplace" if self.query == "dct" else "normal"
         if kind == "empirical" and not public:
             raise ConfigError(
-                "distribution=empirical needs public images, at least 20, got fewer. "
-                "Grant public-data with --knows, or choose normal or laplace."
+                "distribution=empirical needs at least 20 public images, got fewer. "
+                "Add public-data to --knows, or use distribution=normal or distribution=laplace."
             )
         thresholds = quantiles(answers, layer.out_features, kind)
         rows = question.expand(layer.out_features, -1)
@@ -147,7 +152,7 @@ class Imprint(Attack):
 
 
 def quantiles(answers: Tensor, bins: int, kind: str) -> Tensor:
-    """(bins,) lower ends of bins of equal chance for numbers like ``answers`` (N,); the first lies below them all.
+    """Return the lower ends (bins,) of equally likely bins for numbers like ``answers`` (N,); the first is below all.
 
     Example:
         >>> quantiles(torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0]), 2, "empirical")
@@ -168,9 +173,9 @@ def quantiles(answers: Tensor, bins: int, kind: str) -> Tensor:
 
 
 _BELOW = 10.0
-"""Standard deviations from the lowest number to the first threshold."""
+"""Standard deviations between the first threshold and the lowest number."""
 
 
 def _differences(values: Tensor) -> Tensor:
-    """Each row (T, rows, ...) minus the next."""
+    """Return each row (T, rows, ...) minus the next."""
     return torch.cat([values[:, :-1] - values[:, 1:], values[:, -1:]], 1)

@@ -1,4 +1,4 @@
-"""Linear: read images off the first layer of a network that is Linear, without any search."""
+"""Linear: read images off the gradient of a network's first Linear layer, without any search."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,27 +13,28 @@ from gradveil.threat import Knowledge, Observation, Reconstruction
 
 @dataclass(frozen=True)
 class Linear(Attack):
-    r"""Divide the gradient of a row of the first layer by that of its bias.
+    r"""Divide the gradient of a row of the first layer by the gradient of its bias.
 
     .. math:: x = \frac{\partial L / \partial W_i}{\partial L / \partial b_i}
 
-    Of a single image every row gives it exactly, after any number of local steps without weight decay; that with the
-    largest bias is taken. Of several a row gives the mixture of those that reach it. Behind a ReLU some rows may see
-    one alone: these are told by whole 8-bit values, or by two rows that agree; then come ratios inside [0, 1].
+    For a single image every row gives the image exactly, after any number of local steps without weight decay; the row
+    with the largest bias gradient is used. For a batch, a row gives a mixture of the images that activate it. With a
+    ReLU some rows may see only one image: such rows are recognised by whole 8-bit values or by two rows that agree;
+    next come ratios inside [0, 1].
 
-    Needs: the number of examples, which says how many images to give. The network must begin with a Linear layer with
-    bias on the flattened image, such as mlp and logistic.
-    Fails: for most images of a larger batch, which reach all rows alike; under noise; where the bias is not sent. Of
-    several images after several local steps rows see others as training goes on, and fewer stay pure.
+    Needs: the number of examples, which is the number of images to return. The network must begin with a Linear layer
+    with bias on the flattened image, such as mlp and logistic.
+    Fails: for most images of a larger batch, which activate all rows alike; under noise; if the bias is not sent. For
+    batches and several local steps, rows see more images as training proceeds, and fewer stay pure.
     Reference: Phong et al. 2017, https://eprint.iacr.org/2017/715, Section 3; Geiping et al. 2020,
     https://arxiv.org/abs/2003.14053, Proposition 3.1.
-    Differs from the paper: batches are taken, and what is a mixture is said.
+    Differs from the paper: accepts batches, and reports which guesses are mixtures.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """The ratio of the strongest row, or those of rows that see one image."""
+        """Return the ratio of the strongest row, or the ratios of rows that see one image."""
         rows = rows_of(seen, first_linear(seen.network, seen.shape))
         images = ratios(rows, Space(seen.network, seen.shape, rows.bias))
         most = 1 if seen.num_examples == 1 else None

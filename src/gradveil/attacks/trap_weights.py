@@ -1,4 +1,4 @@
-"""Trap weights: rows that hardly any image passes, so that some of them see one image alone."""
+"""Trap weights: rows that few images activate, so that some rows see a single image."""
 
 import math
 from dataclasses import dataclass
@@ -37,26 +37,27 @@ class TrapWeights(Attack):
     .. math:: W_{ij} = \begin{cases} -|n_j| & j \in N_i \\ s\,|n_{\pi(j)}| & \text{else} \end{cases}, \quad
         n \sim \mathcal N(0, \sigma^2), \qquad x = \frac{\Delta W_i}{\Delta b_i}
 
-    With s a little below 1 most images fall below 0 and the ReLU holds them back. Rows that a single image passes give
-    it away; they are told by whole 8-bit values, or by two rows that agree. Nothing depends on what images look like.
+    With s slightly below 1 most images give a negative value, which the ReLU blocks. A row that a single image
+    activates reveals it; such rows are recognised by whole 8-bit values or by two rows that agree. The weights do not
+    depend on what images look like.
 
     Needs: the number of examples, and to alter the model.
-    Fails: for images that pass no row alone, so for dark ones among bright ones and for large batches; under noise.
-    Several local steps are taken as one, and rows move on the way; this was not measured.
+    Fails: for images that are alone in no row, so for dark images among bright ones and for large batches; under
+    noise. Several local steps are treated as one, although rows change in between; this was not measured.
     Reference: Boenisch et al. 2021, https://arxiv.org/abs/2112.02918, Section 5 and Algorithm 1 (sigma 0.5, scale
     0.95).
-    Differs from the paper: rows stand in a block before the network (or in its own first Linear layer), and what they
-    see is added to the image as a slight shift in a pattern of each row's own, so that the network keeps working; all
-    rows are made smaller by ``gain``, which changes nothing about what passes, but spares the rounding of weights;
-    which rows are pure is found without looking at the private images. Convolutional traps are not there.
+    Differs from the paper: rows are in a block before the network (or in its own first Linear layer), which adds its
+    output to the image as a slight shift in a pattern per row, so that the network keeps working; all rows are scaled
+    by ``gain``, which does not change which images activate them but reduces the rounding of weights; pure rows are
+    found without looking at the private images. Convolutional traps are missing.
 
     Attributes:
-        rows: of the inserted block; more catch more.
+        rows: rows of the inserted block; more rows catch more images.
         sigma: standard deviation of the weights before the gain.
-        scale: positive weights over negative ones; less lets fewer images pass.
+        scale: ratio of positive to negative weights; with a lower one fewer images activate a row.
         gain: size of the rows.
-        where: inserted before the network, or in its own first Linear layer.
-        shift: contrast that is added to the image, as a share of its own.
+        where: inserted (before the network) or first (in its own first Linear layer).
+        shift: contrast added to the image, as a share of the image's own contrast.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES, Knowledge.ALTERS_MODEL})
@@ -77,7 +78,7 @@ class TrapWeights(Attack):
         in_range("shift", self.shift, 0, open_low=True)
 
     def alter(self, network: nn.Module, seen: Scene, rng: torch.Generator) -> nn.Module:
-        """Put the block before the network, or the rows into its first layer."""
+        """Insert the block before the network, or write the rows into its first layer."""
         space = Space(network, seen.shape, torch.zeros(()))
         if self.where == "first":
             first, _ = two_linears(network, seen.shape)
@@ -93,7 +94,7 @@ class TrapWeights(Attack):
         return insert(network, block)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """The ratios of rows, those first that saw one image."""
+        """Return the ratios of rows, those that saw one image first."""
         layer = f"{INSERTED}.rows" if self.where == "inserted" else first_linear(seen.network, seen.shape)
         rows = rows_of(seen, layer)
         images = ratios(rows, Space(seen.network, seen.shape, rows.bias))
@@ -106,9 +107,9 @@ class TrapWeights(Attack):
 
 
 def trap_rows(rows: int, size: int, sigma: float, scale: float, rng: torch.Generator) -> Tensor:
-    """(rows, size) trap weights: a random half of each row -|N(0, sigma)|, the others minus ``scale`` times as much.
+    """Return trap weights (rows, size): half of each row is -|N(0, sigma)|, the rest minus ``scale`` times those.
 
-    Of an odd number of pixels one has no partner, and gets 0.
+    The halves are drawn at random. If the number of pixels is odd, one has no partner and gets 0.
     """
     half = size // 2
     magnitudes = sigma * torch.randn(rows, half, generator=rng).abs()
@@ -118,7 +119,7 @@ def trap_rows(rows: int, size: int, sigma: float, scale: float, rng: torch.Gener
 
 
 def _patterns(rows: int, shape: tuple[int, int, int], rng: torch.Generator) -> Tensor:
-    """(D, rows) a smooth random picture for each row, so that a mixture looks different in every row."""
+    """Return a smooth random picture per row, (D, rows), so that each row shifts the image differently."""
     coarse = torch.randn(rows, shape[0], 4, 4, generator=rng)
     grown = F.interpolate(coarse, shape[1:], mode="bilinear")
     return grown.reshape(rows, math.prod(shape)).T
