@@ -11,7 +11,7 @@ def test_the_cells_are_all_combinations_in_the_order_of_the_rows():
     cells = plan(settings)
     assert [(c.seed, c.defence, c.attack, c.adaptive) for c in cells[:7]] == [
         (0, "none", "", False),
-        (0, "none", "gs", False),  # there is nothing to know of `none`
+        (0, "none", "gs", False),  # `none` has no countermove
         (0, "none", "dlg", False),
         (0, "prune", "", False),
         (0, "prune", "gs", False),
@@ -33,7 +33,7 @@ def test_without_adaptive_or_rounds_there_are_only_plain_attacks():
     assert {(cell.kind, cell.adaptive) for cell in cells} == {("privacy", False)}
 
 
-def test_an_attack_that_can_not_adapt_is_run_once():
+def test_an_attack_that_cannot_adapt_runs_once():
     cells = plan(AuditSettings(defences=("prune",), attacks=("representations",), adaptive=True, rounds=0))
     assert [cell.adaptive for cell in cells] == [False, False]
 
@@ -62,7 +62,7 @@ class Mine(Attack):
 @pytest.mark.parametrize(
     ("how", "ways"), [("adapts = True", {False, True}), ("adapt: str = ''", {False, True}), ("pass", {False})]
 )
-def test_an_attack_of_ones_own_that_adapts_gets_adaptive_rows(how, ways, small, tmp_path):
+def test_a_users_attack_that_adapts_gets_adaptive_rows(how, ways, small, tmp_path):
     (tmp_path / "mine.py").write_text(OWN.format(how=how))
     spec = f"{tmp_path}/mine.py:Mine"
     settings = small(defences="prune", attacks=spec, adaptive=True, rounds=0, targets=1)

@@ -40,7 +40,7 @@ def csv_rows(path):
 
 @pytest.fixture
 def whole(small, tmp_path):
-    """An audit of three defences with an adaptive attacker, in this process."""
+    """Run an audit of three defences with an adaptive attacker in this process."""
     settings = small(defences="prune,gaussian:std=0.01", adaptive=True)
     return settings, audit(settings, tmp_path / "whole", workers=0)
 
@@ -80,7 +80,7 @@ def test_rows_are_complete_and_in_order(whole):
     assert len(list((result.out / "images").glob("*.png"))) == 5
 
 
-def test_pictures_are_those_that_were_scored(whole):
+def test_saved_images_are_the_scored_ones(whole):
     settings, result = whole
     truth = load_file(result.out / "truth.safetensors")
     assert truth["images"].shape == (2, 1, 1, 8, 8)
@@ -94,7 +94,7 @@ def test_pictures_are_those_that_were_scored(whole):
             assert apart.tolist() == pytest.approx([row["mse"] for row in rows], abs=2e-3)
 
 
-def test_a_defence_costs_the_attacker_something_and_knowledge_wins_some_back(whole):
+def test_a_defence_hinders_the_attacker_and_knowledge_of_it_helps(whole):
     _, result = whole
 
     def psnr(defence, adaptive=False):
@@ -122,11 +122,11 @@ def test_workers_and_resumption_do_not_change_a_row(whole, small, tmp_path):
     again = audit(settings, out, workers=2, resume=True)
     assert timeless(again.rows) == timeless(expected.rows)
     assert csv_rows(out / "rows.csv") == csv_rows(expected.out / "rows.csv")
-    assert (out / "cells" / f"{names[1]}.json").stat().st_mtime_ns == kept  # what was finished is not done again
+    assert (out / "cells" / f"{names[1]}.json").stat().st_mtime_ns == kept  # finished cells are not repeated
 
 
 @pytest.mark.slow
-def test_kill_9_leaves_no_process_and_loses_nothing_finished(pictures, tmp_path):
+def test_kill_9_leaves_no_process_and_loses_no_finished_cell(pictures, tmp_path):
     out = tmp_path / "killed"
     call = [sys.executable, "-m", "gradveil.cli", "audit", "--dataset", str(pictures), "--defences", "prune"]
     call += ["--attacks", QUICK.replace("=60", "=400"), "--targets", "2", "--rounds", "0", "--adaptive", "--json"]
@@ -164,7 +164,7 @@ class Broken(Defence):
 """
 
 
-def test_a_failing_cell_is_recorded_and_the_rest_goes_on_and_resume_tries_it_again(small, tmp_path):
+def test_a_failed_cell_is_recorded_the_others_run_and_resume_retries_it(small, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     settings = small(defences=f"{tmp_path}/broken.py:Broken,prune", rounds=1)
     out = tmp_path / "run"
@@ -184,7 +184,7 @@ def test_a_failing_cell_is_recorded_and_the_rest_goes_on_and_resume_tries_it_aga
     ]
 
 
-def test_an_unforeseen_error_in_a_users_component_fails_its_cell_alone(small, tmp_path):
+def test_an_unexpected_error_in_a_users_component_fails_only_its_cell(small, tmp_path):
     (tmp_path / "odd.py").write_text(BROKEN.replace('DefenceError("The', 'ZeroDivisionError("The'))
     result = audit(small(defences=f"{tmp_path}/odd.py:Broken", rounds=0), tmp_path / "run", workers=0)
     assert [why.split(": ", 1)[1] for why in result.failed.values()] == [
@@ -211,8 +211,8 @@ def test_too_many_targets_are_refused_before_anything_is_written(small, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_the_attacked_updates_are_what_observe_gives_and_slices_change_nothing(small, tmp_path, monkeypatch):
-    """Each target is a client of its own number, whichever slice it is in."""
+def test_attacked_updates_equal_those_of_observe_in_any_slicing(small, tmp_path, monkeypatch):
+    """Each target is its own client, whichever slice it is in."""
     from gradveil.audits import privacy
 
     seen = []
@@ -250,7 +250,7 @@ def test_dp_sgd_states_its_budget_in_every_row(small, tmp_path):
             assert row["epsilon"] > 0
             assert row["delta"] == 1e-5
     utility, privacy = (next(r for r in result.rows if r["kind"] == k and r["epsilon"]) for k in ("utility", "privacy"))
-    assert utility["epsilon"] != privacy["epsilon"]  # of a whole training, and of one step on all images
+    assert utility["epsilon"] != privacy["epsilon"]  # the budget of a whole training, and of one step on all images
 
 
 LETHAL = """
@@ -266,7 +266,7 @@ class Lethal(Defence):
 
 
 @pytest.mark.slow
-def test_a_lost_worker_takes_its_own_cell_alone(small, tmp_path):
+def test_a_lost_worker_fails_only_its_cell(small, tmp_path):
     (tmp_path / "lethal.py").write_text(LETHAL)
     settings = small(defences=f"{tmp_path}/lethal.py:Lethal,prune", rounds=0)
     result = audit(settings, tmp_path / "run", workers=2)
@@ -278,7 +278,7 @@ def test_a_lost_worker_takes_its_own_cell_alone(small, tmp_path):
 
 
 @pytest.mark.parametrize("content", ['{"a": 1}', '["x"]', '[{"failed": false}]', "[", "[]"])
-def test_an_odd_cell_file_is_worked_out_again(small, tmp_path, content):
+def test_an_invalid_cell_file_is_computed_again(small, tmp_path, content):
     settings = small(rounds=0, attacks="gs:iterations=2")
     first = audit(settings, tmp_path / "run", workers=0)
     (tmp_path / "run" / "cells" / "privacy-00000.json").write_text(content)
@@ -286,7 +286,7 @@ def test_an_odd_cell_file_is_worked_out_again(small, tmp_path, content):
     assert timeless(again.rows) == timeless(first.rows)
 
 
-def test_missing_pictures_are_made_again(small, tmp_path):
+def test_missing_images_are_computed_again(small, tmp_path):
     settings = small(rounds=0, attacks="gs:iterations=2")
     audit(settings, tmp_path / "run", workers=0)
     pictures = tmp_path / "run" / "cells" / "privacy-00000.safetensors"
@@ -317,7 +317,7 @@ def test_missing_pictures_are_made_again(small, tmp_path):
         ({"weights": "no-such-file"}, "No such file or directory: no-such-file"),
     ],
 )
-def test_what_would_make_every_cell_fail_is_found_before_any_work(small, tmp_path, change, text):
+def test_errors_that_would_fail_every_cell_are_found_before_any_work(small, tmp_path, change, text):
     with pytest.raises(ConfigError, match=text):
         audit(small(**change), tmp_path / "run", workers=0)
     assert not (tmp_path / "run").exists()
@@ -343,14 +343,14 @@ def test_lpips_is_measured_with_the_weights_of_the_data_root(small, tmp_path, re
     assert all(row["lpips"] > 0 and not row["why"] for row in result.rows)
 
 
-def test_a_certificate_stands_in_its_rows(small, tmp_path):
+def test_rows_contain_the_certificate(small, tmp_path):
     result = audit(small(defences="soteria:prune=0.5", rounds=0), tmp_path / "run", workers=0)
     bounds = {row["defence"]: row["certificate"] for row in result.rows}
     assert bounds["none"] is None
     assert bounds["soteria:prune=0.5"] > 0
 
 
-def test_rows_of_an_earlier_version_are_not_worked_out_again(small, tmp_path):
+def test_rows_of_an_earlier_version_are_not_computed_again(small, tmp_path):
     settings, folder = small(rounds=0), tmp_path / "run"
     audit(settings, folder, workers=0)
     for path in (folder / "cells").glob("*.json"):
@@ -372,7 +372,7 @@ def test_rows_of_an_earlier_version_are_not_worked_out_again(small, tmp_path):
         ("ats", QUICK, "labels,num-examples", "untransform"),
     ],
 )
-def test_rows_name_what_the_attacker_did_about_the_defence(small, tmp_path, defence, attack, knows, answer):
+def test_rows_name_the_attackers_countermove(small, tmp_path, defence, attack, knows, answer):
     settings = small(defences=defence, attacks=attack, knows=knows, adaptive=True, rounds=0)
     result = audit(settings, tmp_path / "run", workers=0)
     found = {(row["defence"], row["adaptive"]): row["countermove"] for row in result.rows}
@@ -380,7 +380,7 @@ def test_rows_name_what_the_attacker_did_about_the_defence(small, tmp_path, defe
     assert set(found.values()) == {None}
 
 
-def test_secrets_are_granted_to_attackers_who_know_the_defence_alone(small, tmp_path):
+def test_only_attackers_who_know_the_defence_are_granted_secrets(small, tmp_path):
     how = {"defences": "fedkl", "model": "lenet-dlg", "knows": "labels,num-examples,key", "rounds": 0}
     with pytest.raises(ConfigError, match=r"must not name key without --adaptive.*Add --adaptive"):
         audit(small(**how), tmp_path / "plain", workers=0)

@@ -5,7 +5,7 @@ from gradveil.config import TrainSettings, read_settings
 from gradveil.errors import ConfigError, ThreatModelError, UnknownNameError
 
 
-def test_none_is_always_there_and_first_and_each_component_once():
+def test_none_always_comes_first_and_each_component_once():
     settings = make_audit_settings({"defences": "prune:fraction=0.7,gaussian:std=0.1,prune:fraction=0.7,none,prune"})
     assert settings.defences == ("none", "prune:fraction=0.7", "gaussian:std=0.1")  # as they were written first
     assert make_audit_settings({"defences": "none"}).defences == ("none",)
@@ -61,5 +61,5 @@ def test_the_training_has_the_same_settings():
     )
 
 
-def test_seeds_follow_the_first():
+def test_seeds_count_up_from_the_first():
     assert list(AuditSettings(seed=3, seeds=2).all_seeds) == [3, 4]

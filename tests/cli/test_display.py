@@ -6,7 +6,7 @@ from rich.table import Table
 from gradveil.cli import display
 
 
-def test_names_are_shown_as_they_are_not_as_markup(capsys):
+def test_names_are_not_interpreted_as_markup(capsys):
     table = Table("defence")
     table.add_row("my[/b].py:[red]Mine")
     display.show(table)
@@ -18,7 +18,7 @@ def test_figures(value, text):
     assert display.figure(value) == text
 
 
-def test_a_file_gets_a_line_now_and_then_in_place_of_a_bar(capsys, monkeypatch):
+def test_a_file_gets_occasional_lines_instead_of_a_progress_bar(capsys, monkeypatch):
     clock = iter(range(0, 1000, 20))
     monkeypatch.setattr(display.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr("sys.stderr", io.StringIO())
@@ -30,7 +30,7 @@ def test_a_file_gets_a_line_now_and_then_in_place_of_a_bar(capsys, monkeypatch):
     assert all(line.endswith("/6 cells attack [x] figure") for line in lines)
 
 
-def test_a_share_is_shown_in_per_cent(monkeypatch):
+def test_a_share_is_shown_in_percent(monkeypatch):
     monkeypatch.setattr("sys.stderr", io.StringIO())
     with display.bar("") as move:
         move(0.25, 1, "attacking")

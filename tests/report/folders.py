@@ -1,4 +1,4 @@
-"""Folders as an audit leaves them, made without any attack: guesses are mixtures of the truth and noise."""
+"""Folders like those of an audit, made without any attack: guesses are mixtures of the true images and noise."""
 
 import json
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ STEPS = (0, 50, 200, 500, 1000)
 
 @dataclass
 class Made:
-    """What to make: how much of the truth each (defence, adaptive) lets through, and what training with it costs."""
+    """The content to make: the share of the truth that each (defence, adaptive) reveals, and the cost of training."""
 
     let_through: dict = field(
         default_factory=lambda: {
@@ -36,7 +36,7 @@ class Made:
     settings: dict = field(default_factory=dict)
 
     def write(self, folder):
-        """Write the folder; returns it."""
+        """Write the folder and return it."""
         (folder / "cells").mkdir(parents=True)
         self.rng = torch.Generator().manual_seed(0)
         shape = (self.targets, self.images, 1, 16, 16)
@@ -84,7 +84,7 @@ class Made:
         } | self.settings
 
     def cell(self, folder, name, what, truth, labels, targets, share):
-        """The rows of one cell; its pictures are written."""
+        """Write the images of one cell and return its rows."""
         own = truth[targets.start : targets.stop]
         noise = torch.rand(own.shape, generator=self.rng)
         mix = share * (1 - 0.3 * torch.rand(len(own), 1, 1, 1, 1, generator=self.rng) ** 3)

@@ -1,4 +1,4 @@
-"""The report of a folder: what is in it, and what becomes of folders that are unfinished, broken or not an audit's."""
+"""The report of an audit: its content, and the handling of folders that are unfinished, broken or of another kind."""
 
 import base64
 import csv
@@ -29,7 +29,7 @@ SECTIONS = ["gallery", "plane", "table", "rows", "about"]
 
 
 class Checker(HTMLParser):
-    """Every tag that opens closes; collects ids, addresses, event handlers and texts outside scripts."""
+    """A parser that checks that every tag is closed, and collects ids, addresses, event handlers and texts."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ def sheet(text, number):
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
-    """Without matplotlib's figures, which take most of the time."""
+    """Skip matplotlib's figures, which take most of the time."""
     monkeypatch.setattr(audit, "draw_figures", lambda *_: [])
 
 
@@ -145,7 +145,7 @@ def test_cells_of_one_line_are_joined_and_missing_targets_stay_empty(tmp_path):
     assert "21 of 22 cells are done" in words
 
 
-def test_no_guess_is_chequered():
+def test_a_missing_guess_is_shown_as_a_chequerboard():
     frames = np.full((2, 2, 1, 16, 16), 7, np.uint8)
     picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(png(frames, [True, False])))))
     assert (picture[:, :16] == 7).all()
@@ -172,7 +172,7 @@ def test_batches_are_shown_image_by_image_with_the_psnr_of_each(tmp_path):
     assert "No pictures on the way were saved" in words
 
 
-def test_few_targets_of_many_are_shown_and_it_is_said(tmp_path, monkeypatch):
+def test_only_some_of_many_targets_are_shown_with_a_note(tmp_path, monkeypatch):
     folder = Made(targets=20).write(tmp_path / "run")
     text, _, words = read(folder)
     assert len(data_of(text)["columns"]) == 16
@@ -185,7 +185,7 @@ def test_few_targets_of_many_are_shown_and_it_is_said(tmp_path, monkeypatch):
     ).all()
 
 
-def test_missing_or_broken_pictures_are_a_note(tmp_path):
+def test_missing_or_broken_images_give_a_note(tmp_path):
     folder = Made().write(tmp_path / "run")
     (folder / "cells" / "000.safetensors").unlink()
     (folder / "cells" / "001.safetensors").write_bytes(b"not whole")
@@ -214,7 +214,7 @@ def test_failed_cells_are_listed_with_their_reasons(tmp_path):
     assert "soteria: NaN" in words
 
 
-def test_a_cut_last_line_is_skipped_with_a_note_and_taken_from_its_cell(tmp_path):
+def test_a_truncated_last_line_is_skipped_with_a_note_and_read_from_its_cell(tmp_path):
     folder = Made(accuracy={}).write(tmp_path / "run")
     path = folder / "rows.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
@@ -226,7 +226,7 @@ def test_a_cut_last_line_is_skipped_with_a_note_and_taken_from_its_cell(tmp_path
     assert "cells/002.json is broken" in read(folder)[2]
 
 
-def test_a_run_that_has_hardly_begun_has_a_page(tmp_path):
+def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     folder = Made().write(tmp_path / "run")
     (folder / "rows.jsonl").unlink()
     for path in (folder / "cells").iterdir():
@@ -310,11 +310,11 @@ def test_the_command_repeats_the_settings():
 
 
 @pytest.mark.parametrize("raw", [None, 3, [], {}, {"defence": 1}, {"defence": "a", "kind": "other"}])
-def test_what_is_no_row_is_none(raw):
+def test_invalid_rows_are_skipped(raw):
     assert clean(raw) is None
 
 
-def test_figures_that_are_no_numbers_are_missing():
+def test_figures_that_are_not_numbers_count_as_missing():
     row = clean({"defence": "a", "psnr": float("inf"), "ssim": "0.5", "mse": True, "lpips": 10**400, "seed": "x"})
     assert [row[key] for key in ("psnr", "ssim", "mse", "lpips")] == [None] * 4
     assert row["seed"] == 0

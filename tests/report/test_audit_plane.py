@@ -43,7 +43,7 @@ def test_points_are_the_strongest_attacks(metric, none, a):
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12),
     st.sampled_from(["psnr", "lpips"]),
 )
-def test_the_front_is_what_nothing_beats(places, metric):
+def test_the_front_holds_the_points_that_no_other_beats(places, metric):
     some = [Point(str(n), accuracy, leak, None, "") for n, (accuracy, leak) in enumerate(places)]
     sign = -1 if metric == "lpips" else 1
 
@@ -83,7 +83,7 @@ def test_names_do_not_hide_each_other_where_there_is_room():
 
 @pytest.mark.parametrize("metric", ["psnr", "ssim", "lpips"])
 @pytest.mark.parametrize("width", [400, 860])
-def test_the_drawing_is_whole_and_escaped(metric, width):
+def test_the_drawing_is_complete_and_escaped(metric, width):
     nasty = "my/<b>&\"'file.py:D"
     rows = [*ROWS, privacy_row(nasty, lpips=0.2), utility_row(nasty, 0.5)]
     drawing = ElementTree.fromstring(plane_svg(points(summarise(rows), utility(rows), metric), metric, width))  # noqa: S314

@@ -1,4 +1,4 @@
-"""Lines, intervals and the headline: each against a value by hand or an outside library."""
+"""Lines, intervals and the headline, each compared with a value by hand or another library."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_the_interval_is_that_of_scipy(values):
         assert (low, high) == pytest.approx(expected, abs=1e-9)
 
 
-def test_recognisable_is_unknown_where_ssim_was_not_measured_and_nothing_where_there_is_no_guess():
+def test_recognisable_is_unknown_without_ssim_and_zero_without_a_guess():
     assert summarise([privacy_row(ssim=None)])[0]["recognisable"] is None
     assert summarise([privacy_row(ssim=None, psnr=None)])[0]["recognisable"] == 0
 
@@ -144,7 +144,7 @@ def test_what_knowing_the_defence_is_worth(adaptive, expected):
         ([], "decoding what it hides was not tried (unmix needs public-data)"),
     ],
 )  # fmt: skip
-def test_a_decoder_that_did_not_run_says_nothing_of_what_knowing_the_defence_is_worth(plain, expected):
+def test_a_decoder_that_did_not_run_gives_no_value_of_knowing_the_defence(plain, expected):
     note = {"adaptive": True, "why": "odd; not decoded: unmix needs public-data"}
     rows = [*rows_of("none", [0.9]), *rows_of("a", plain), *rows_of("a", [0.9, 0.1], **note)]
     assert headline(rows).endswith(f"Under a {expected}.")
@@ -165,7 +165,7 @@ def test_the_price_in_accuracy(costs, expected):
     assert headline([*rows_of("none", [0.9]), *rows_of("a", [0.9]), *costs]).endswith(expected)
 
 
-def test_of_many_defences_the_best_and_the_worst_are_told():
+def test_the_best_and_the_worst_of_many_defences_are_named():
     rows = [*rows_of("none", [0.9] * 4)]
     for number in range(4):
         rows += rows_of(f"d{number}", [0.9] * number + [0.1] * (4 - number))
@@ -175,14 +175,14 @@ def test_of_many_defences_the_best_and_the_worst_are_told():
     ]
 
 
-def test_of_many_defences_none_of_which_leaks_only_one_is_told():
+def test_only_one_of_many_defences_is_named_if_none_leaks():
     rows = [privacy_row(f"d{number}", psnr=5.0 + number, ssim=0.1) for number in range(4)]
     text = headline([privacy_row("none"), *rows])
     assert "Under all 4 defences nothing is recognisable; d3 comes nearest: no attack here recovered any" in text
     assert "leaks least" not in text
 
 
-def test_those_are_named_that_stop_the_naive_attacker_only():
+def test_defences_that_stop_only_the_plain_attacker_are_named():
     rows = rows_of("none", [0.9], psnr=50.0)
     for name, plain, knowing in (("a", 20.0, 48.0), ("b", 20.0, 40.0), ("c", 45.0, 50.0), ("d", 10.0, 60.0)):
         rows += rows_of(name, [0.9], psnr=plain) + rows_of(name, [0.9], psnr=knowing, adaptive=True)

@@ -1,4 +1,4 @@
-"""The page in a real browser: it sorts, filters, moves its pictures, and asks the network for nothing."""
+"""The page in a real browser: it sorts, filters, animates its images, and requests nothing from the network."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def report(tmp_path_factory):
 
 @pytest.fixture
 def visit(browser):
-    """A function that opens a page; at the end nothing must have gone wrong on it, or out of it."""
+    """Return a function that opens a page; at the end the page must have raised no error and sent no request."""
     contexts, wrong = [], []
 
     def visit(path, **options):
@@ -110,7 +110,7 @@ def pixels(page, strip):
 
 
 def settle(page):
-    """Wait until the first block has its pictures."""
+    """Wait until the first block has its images."""
     block = page.locator(".block").first
     block.scroll_into_view_if_needed()
     playwright.expect(block.locator("canvas")).not_to_have_count(0)
@@ -207,7 +207,7 @@ def test_texts_keep_their_contrast_in_both_schemes(visit, report):
 
 
 def contrast(one, other):
-    """Contrast ratio of the WCAG."""
+    """Return the contrast ratio of the WCAG."""
 
     def luminance(colour):
         parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]

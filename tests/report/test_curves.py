@@ -1,4 +1,4 @@
-"""The picture of a run: the points are those of the rows."""
+"""The figure of a run: its points are those of the rows."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -17,7 +17,7 @@ def lines(axes):
     return {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
 
 
-def test_accuracy_is_shown_in_per_cent_and_loss_as_it_is():
+def test_accuracy_is_shown_in_percent_and_loss_unchanged():
     left, right = curves(rows(accuracy_sensitive=0.25)).axes
     assert lines(left)["test"] == [[1, 10], [2, 20], pytest.approx([3, 30])]
     assert lines(left)["sensitive (training images)"] == [[1, 25], [2, 25], [3, 25]]
@@ -28,7 +28,7 @@ def test_accuracy_is_shown_in_per_cent_and_loss_as_it_is():
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["test", "sensitive (training images)"]
 
 
-def test_rounds_without_figures_are_left_out():
+def test_rounds_without_evaluation_are_left_out():
     some = rows(4)
     some[1] |= {"accuracy": None, "loss": None}
     left, right = curves(some).axes

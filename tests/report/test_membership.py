@@ -29,11 +29,11 @@ def test_a_line_has_means_over_rounds_the_worst_and_the_gap():
     assert lines[0]["gap"] == pytest.approx(0.03)
 
 
-def test_rows_about_membership_are_no_rows_about_pictures():
+def test_membership_rows_are_separate_from_image_rows():
     assert summarise([row()]) == []
 
 
-def test_the_headline_speaks_of_membership_only_where_it_was_tried():
+def test_the_headline_mentions_membership_only_if_it_was_tried():
     said = "Members are told from others with an AUC of 0.550 undefended, 0.510 under prune, where 0.5 is guessing."
     assert headline([row(), row("prune", auc=0.51)]) == said
     assert headline([privacy_row(), row(), row("prune", auc=0.51)]).endswith(said)
@@ -47,7 +47,7 @@ def test_of_many_defences_the_headline_names_the_best_and_the_worst():
     assert "0.550 undefended, 0.500 under a, 0.540 under e (of 5 defences the best and the worst)" in text
 
 
-def test_the_section_escapes_and_dashes_what_is_missing():
+def test_the_section_escapes_texts_and_shows_missing_values_as_dashes():
     page = membership_section([row("<b>", auc=None, accuracy_members=None)])
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
@@ -55,7 +55,7 @@ def test_the_section_escapes_and_dashes_what_is_missing():
     assert membership_section([privacy_row()]) == ""
 
 
-def test_the_section_tells_the_price_and_whether_there_was_a_second_run():
+def test_the_section_states_the_price_and_whether_there_was_a_second_run():
     rows = [row(), clean(utility_row(accuracy=0.912, overhead=1.25))]
     page = membership_section(rows)
     assert "<td>91.2 %</td><td>1.25</td>" in page
@@ -73,5 +73,5 @@ def test_the_figure_has_a_line_for_each_defence():
 
 
 @pytest.mark.parametrize("roc", [None, "text", [0.5], [None] * len(FALSE_RATES)])
-def test_what_is_no_curve_is_none(roc):
+def test_invalid_curves_are_ignored(roc):
     assert row(roc=roc)["roc"] is None

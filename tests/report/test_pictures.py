@@ -12,7 +12,7 @@ def drawn(images, **more):
     return np.asarray(Image.open(io.BytesIO(strip_png(images, **more))))
 
 
-def test_images_stand_side_by_side_with_their_pixels_repeated():
+def test_images_are_placed_side_by_side_with_enlarged_pixels():
     images = torch.tensor([0.0, 1.0, 0.2, 0.4]).view(2, 1, 2, 1)
     picture = drawn(images, height=4)
     assert picture.shape == (4, 2 + GAP + 2, 3)
@@ -26,12 +26,12 @@ def test_pictures_are_at_least_as_tall_as_asked_and_never_shrunk(side):
     assert drawn(torch.rand(1, 3, side, side)).shape[0] >= max(128, side)
 
 
-def test_other_numbers_of_channels_have_a_line_each():
+def test_images_with_other_numbers_of_channels_get_one_line_per_channel():
     picture = drawn(torch.tensor([0.0, 0.2]).view(1, 2, 1, 1), height=1)
     assert picture[:, 0, 0].tolist() == [0, 255, 255, 51]
 
 
-def test_no_guess_is_chequered():
+def test_a_missing_guess_is_shown_as_a_chequerboard():
     images = torch.rand(2, 1, 8, 8)
     images[1, 0, 3, 3] = torch.nan
     picture = drawn(images)[:, 128 + GAP :, 0]

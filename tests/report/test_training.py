@@ -1,4 +1,4 @@
-"""The page of a run: self-contained, escaped, and with a command that repeats the run."""
+"""The page of a run: self-contained, escaped, with a command that repeats the run."""
 
 import base64
 import re
@@ -26,7 +26,7 @@ def clients(count):
 
 
 class Checker(HTMLParser):
-    """Every tag that opens closes; collects the texts of the cells and the addresses."""
+    """A parser that checks that every tag is closed, and collects the texts of cells and the addresses."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def test_the_page_shows_the_rows_and_the_worst_clients_first(tmp_path):
     assert checker.cells[18:21] == ["2", "20", "66.67%"]
 
 
-def test_columns_without_any_figure_are_left_out_and_single_gaps_are_empty(tmp_path):
+def test_columns_without_values_are_left_out_and_single_gaps_are_empty(tmp_path):
     text, _ = page(tmp_path)
     assert "sensitive" not in text
     rows = [ROWS[0] | {"accuracy_sensitive": 0.125}, ROWS[1]]
@@ -154,6 +154,6 @@ def test_the_command_repeats_the_settings(settings):
     assert make_train_settings(given_options) == settings
 
 
-def test_a_missing_picture_is_not_passed_over(tmp_path):
+def test_a_missing_figure_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_page(tmp_path, TrainSettings(), ROWS, clients(2), "")
