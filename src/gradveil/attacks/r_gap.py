@@ -29,30 +29,32 @@ class RGap(Attack):
 
     .. math:: W x = z - b, \qquad \frac{\partial L}{\partial z}\, x^T = \frac{\partial L}{\partial W}
 
-    Both are linear in the input x (for a convolution likewise), and solved by least squares. The output z is what went
-    into the activation behind it, whose inverse is known, and the gradient goes back through the weights. The last
-    layer begins: its bias's gradient is that of the logits; without one, the gradient of the weight is a product of two
-    directions, and their lengths are those at which softmax and label explain them.
+    Both equations are linear in the input x, for convolutions too, and are solved by least squares. The output z
+    follows by inverting the activation after the layer, and its gradient by going back through the weights. In the last
+    layer, the gradient of the bias is that of the logits. Without a bias, the gradient of the weight is a product of
+    two directions; their lengths are those for which softmax and label explain them.
 
-    Needs: the number of examples, which must be 1, and a gradient of a single step. The label is found.
-    Fails: under noise, which grows from layer to layer; where equations are fewer than unknowns (`rank_analysis`), in
-    strided convolutions with few channels; in saturated sigmoids. Refused: ReLU and other activations that can't be
-    inverted, pooling, BatchNorm, Dropout, grouped convolutions, residual connections, several images or local steps.
+    Needs: the number of examples, which must be 1, and the gradient of a single step. The label is recovered.
+    Fails: under noise, which grows from layer to layer; with fewer equations than unknowns (`rank_analysis`), as in
+    strided convolutions with few channels; in saturated sigmoids. Refuses ReLU and other activations without an
+    inverse, pooling, BatchNorm, Dropout, grouped convolutions, residual connections, several images or local steps.
     Reference: Zhu and Blaschko 2021, https://arxiv.org/abs/2010.07733, Sections 3 and 4.
-    Differs from the paper: cross-entropy with several classes in place of its binary loss, so the last layer is found
-    by a search along one number in place of the inverse of :math:`u\,dL/du` by Adam; layers may have biases; weight and
-    gradient equations are brought to one scale, since the latter are much smaller.
+    Differs from the paper: uses cross-entropy with several classes instead of a binary loss, so the last layer is
+    found by a search for one number instead of inverting :math:`u\,dL/du` by Adam; layers may have biases; weight and
+    gradient equations are scaled to the same size, because the latter are much smaller.
     """
 
     name: ClassVar[str] = "r-gap"
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """Each target on its own, in double precision."""
+        """Rebuild each target separately, in double precision."""
         if seen.num_examples != 1:
-            raise ConfigError(f"Attack 'r-gap' needs updates of 1 image, got {seen.num_examples}. Choose --images 1.")
+            raise ConfigError(f"Attack 'r-gap' needs updates of 1 image, got {seen.num_examples}. Use --images 1.")
         if not seen.single_step:
-            raise ConfigError("Attack 'r-gap' needs the gradient of a single step, got several local steps. Choose gs.")
+            raise ConfigError(
+                "Attack 'r-gap' needs the gradient of a single step, got several local steps. Use --attacks gs."
+            )
         layers = chain_of(seen.network, seen.shape)
         like = next(iter(seen.updates.values()))
         space = Space(seen.network, seen.shape, torch.zeros((), dtype=torch.float64))
@@ -80,18 +82,18 @@ class RGap(Attack):
 
 
 _EXACT = 1e-3
-"""The largest relative residual of any layer at which its equations count as solved."""
+"""Equations of a layer count as solved up to this relative residual."""
 
 
 class Rank(NamedTuple):
-    """How many equations there are for the input of a layer.
+    """The number of equations for the input of a layer.
 
     Attributes:
-        name: of the layer.
-        unknowns: entries of its input.
-        weight: equations from its output, one for each entry; none for the last layer, whose output is not known.
-        gradient: equations from its gradient, one for each entry of the weight; with more channels than positions as
-            many of them say the same.
+        name: the layer's name.
+        unknowns: entries of the layer's input.
+        weight: equations from the output, one per entry; 0 for the last layer, whose output is not known.
+        gradient: independent equations from the gradient, at most one per entry of the weight; if there are more
+            channels than positions, some repeat others.
         surplus: equations minus unknowns; below 0 the input is not determined.
     """
 
@@ -103,7 +105,7 @@ class Rank(NamedTuple):
 
 
 def rank_analysis(network: nn.Module, shape: tuple[int, int, int]) -> list[Rank]:
-    """For each layer, first to last, whether there are enough equations; a count, so an upper bound of the rank."""
+    """Count the equations for each layer, first to last; the count is an upper bound of the rank."""
     ranks = []
     for layer in chain_of(network, shape):
         unknowns, outputs = torch.Size(layer.shape).numel(), torch.Size(layer.out).numel()
@@ -115,7 +117,7 @@ def rank_analysis(network: nn.Module, shape: tuple[int, int, int]) -> list[Rank]
 
 
 class Rebuilt(NamedTuple):
-    """An image as the first layer sees it, its label, the worst relative residual on the way and the layer it is of."""
+    """An image as the first layer sees it, its label, and the worst relative residual with the name of its layer."""
 
     image: Tensor
     label: int
@@ -124,19 +126,19 @@ class Rebuilt(NamedTuple):
 
     @property
     def shortfall(self) -> str:
-        """What is wrong with the worst layer."""
+        """What is wrong with the worst layer, for ``why``."""
         if not math.isfinite(self.residual):
             return f"the equations of {self.worst} hold numbers that are not finite"
         return f"the equations of {self.worst} have a misfit of {self.residual:.2g}, where {_EXACT:g} counts as solved"
 
 
 def _rebuild(layers: list[Layer], gradients: dict[str, Tensor]) -> Rebuilt:
-    """From the last layer to the image."""
+    """Solve from the last layer to the image."""
     last = layers[-1]
     reached, error, residual = last_input(last, gradients)
     label, worst = int(error.argmin()), last.name
     for after, layer in zip(reversed(layers[1:]), reversed(layers[:-1]), strict=True):
-        back = weight_matrix(after).T @ error  # dL/d(what the activation gave)
+        back = weight_matrix(after).T @ error  # gradient of the activation's output
         drive, slope = inverted(layer.act or nn.Identity(), reached)
         error = back * slope
         reached, misfit = _solve(layer, drive, error, gradients)
@@ -146,7 +148,7 @@ def _rebuild(layers: list[Layer], gradients: dict[str, Tensor]) -> Rebuilt:
 
 
 def last_input(layer: Layer, gradients: dict[str, Tensor]) -> tuple[Tensor, Tensor, float]:
-    """The last layer's input, the gradient of the logits, and how badly softmax and label explain it."""
+    """Return the last layer's input, the gradient of the logits, and how badly softmax and label explain it."""
     weight, bias = layer.module.weight, layer.module.bias
     seen = gradients[f"{layer.name}.weight"]  # (classes, features)
     if bias is not None:
@@ -172,7 +174,7 @@ _ZOOMS, _TRIES = 9, 400
 
 
 def _misfit(weight: Tensor, bias: Tensor | None, seen: Tensor, error: Tensor) -> float:
-    """Relative distance of a logits' gradient from the one that its own input gives."""
+    """Return the relative distance between a gradient of the logits and the one that its own input gives."""
     inputs = seen.T @ error / error.square().sum()
     logits = F.linear(inputs, weight, bias)
     label = F.one_hot(error.argmin(), len(error)).to(error)
@@ -180,12 +182,12 @@ def _misfit(weight: Tensor, bias: Tensor | None, seen: Tensor, error: Tensor) ->
 
 
 def _solve(layer: Layer, drive: Tensor, error: Tensor, gradients: dict[str, Tensor]) -> tuple[Tensor, float]:
-    """The input that gives ``drive``, and with ``error`` the layer's gradient; and the relative residual."""
+    """Return the input that gives the output ``drive`` and, with ``error``, the gradient; and the relative residual."""
     bias = layer.module.bias
     if bias is not None:
         drive = (drive.view(len(bias), -1) - bias[:, None]).flatten()
     errors, wanted = error.view(layer.out[0], -1), gradients[f"{layer.name}.weight"].flatten(1)
-    if errors.shape[0] > errors.shape[1]:  # more channels than positions: as many equations say the same
+    if errors.shape[0] > errors.shape[1]:  # more channels than positions: some equations repeat others
         basis, errors = torch.linalg.qr(errors)
         wanted = basis.T @ wanted
     blocks = [(weight_matrix(layer), drive), (gradient_matrix(layer, errors), wanted.flatten())]

@@ -1,4 +1,4 @@
-"""Representation inference: what the fully connected layers saw of each class, and images that they see likewise."""
+"""Representation inference: recover the input of fully connected layers per class, and images that have it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,27 +28,27 @@ class Representations(Attack):
     .. math:: \arg\min_{x \in [0,1]} 1 - \frac{\langle f(x), \hat r_i \rangle}{\|f(x)\| \|\hat r_i\|} + \alpha\,TV(x)
 
     with the network f up to a Linear layer, and the representation :math:`\hat r_i` of class i at its input
-    (`gradveil.attacks.parts.representations`). It is the mean over the class's images, so of several an image of what
-    they share is found: one for each class, and no guess for the rest of the batch.
+    (`gradveil.attacks.parts.representations`). It is the mean over the class's images, so for several images of a class
+    the attack finds what they share: one image per class, and no guess for the rest of the batch.
 
-    Needs: the number of examples, which says how many images to give; of local training nothing at all. Classes are
-    found where labels are not granted.
-    Fails: where clients hold images of many classes, whose representations are mixed; where the layers before pool
-    away what an image looked like; a known defence is not adapted to.
+    Needs: the number of examples, which is the number of images to return; nothing about local training. If labels are
+    not granted, the classes are inferred.
+    Fails: if clients hold images of many classes, whose representations mix; if earlier layers pool away the details
+    of an image. Does not adapt to a known defence.
     Reference: Sun et al. 2021 (Soteria), https://arxiv.org/abs/2012.06043, Sections 3.2 and 3.3.
-    Differs from the paper: which puts inferred representations into DLG in a way that its appendix describes, and the
-    published version lacks; here they are matched alone, by direction since their length is not known, under a total
-    variation prior. DLG on the gradients of Linear layers alone is ``dlg:parts=linear``. Before the last layer a
-    class's rows are found by its error, not by elements of the next representation, which hardly tell classes apart.
+    Differs from the paper: the paper uses inferred representations in DLG, in a way described in an appendix that the
+    published version lacks; here they are matched alone, by direction because their length is not known, with a total
+    variation prior. DLG on the gradients of Linear layers alone is ``dlg:parts=linear``. Before the last layer, a
+    class's rows are found by its error, not by elements of the next representation, which hardly differ by class.
 
     Attributes:
         iterations: steps of Adam.
-        lr: its rate, which falls by half a cosine.
+        lr: Adam's learning rate, which decays by half a cosine.
         tv: weight of total variation (mean absolute difference, in normalised units).
         layer: the name of the Linear layer whose input is matched; by default the first.
-        rows: how a class's rows are found: errors, or elements as the paper has it.
-        restarts: searches from different starts; the one with the least loss is kept, class by class.
-        keep: iterates kept for the report, beside the start.
+        rows: how a class's rows are found: errors, or elements (published).
+        restarts: searches from different starts; the one with the least loss is kept for each class.
+        keep: iterates kept for the report, in addition to the start.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
@@ -70,7 +70,7 @@ class Representations(Attack):
         in_range("keep", self.keep, 0)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """Infer, then search an image for each class of each target."""
+        """Infer representations, then search one image per class of each target."""
         chain = linear_chain(seen)
         if self.layer and self.layer not in chain:
             raise UnknownNameError("layer", self.layer, chain)
@@ -78,7 +78,7 @@ class Representations(Attack):
         known = _classes_of(seen.labels, seen.num_classes) if seen.knows(Knowledge.LABELS) else None
         wanted = class_representations(seen, known, self.rows)[layer]  # (T, classes, features)
         labels = _chosen(wanted, seen.updates[f"{chain[-1]}.weight"], seen.num_examples)
-        targets, slots = torch.nonzero(labels >= 0, as_tuple=True)  # one row for each image to find
+        targets, slots = torch.nonzero(labels >= 0, as_tuple=True)  # one row per image to find
         aims = wanted[targets, labels[targets, slots]]
         if not len(aims):
             return _nothing(seen, self.keep)
@@ -90,7 +90,7 @@ class Representations(Attack):
             torch.cat(each, -4 if each[0].dim() > 1 else 0) for each in zip(*found, strict=True)
         )
 
-        def placed(rows: Tensor) -> Tensor:  # (rows, ...) to (T, B, ...), NaN where there is no guess
+        def placed(rows: Tensor) -> Tensor:  # (rows, ...) to (T, B, ...), NaN without a guess
             whole = rows.new_full((*labels.shape, *rows.shape[1:]), torch.nan)
             whole[targets, slots] = rows
             return whole
@@ -107,7 +107,7 @@ class Representations(Attack):
     def _invert(
         self, seen: Observation, layer: str, aims: Tensor, rng: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Images (rows, C, H, W) in [0, 1] for representations (rows, features), loss, convergence and iterates."""
+        """Return images (rows, C, H, W) in [0, 1] for representations, and their loss, convergence and iterates."""
         space = Space(seen.network, seen.shape, aims)
         every = aims.repeat_interleave(self.restarts, 0)
         start = begin("normal", seen, None, len(every), 1, space, rng).to(aims)
@@ -132,7 +132,7 @@ class Representations(Attack):
         return images, best[1][chosen], (best[1] <= _CONVERGED * blank)[chosen], iterates
 
     def _descend(self, start: Tensor, closure: Closure, space: Space) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield iterates with their losses, from the start to the last."""
+        """Yield all iterates with their losses, beginning with the start."""
         optimiser = BatchedAdam(start, LearningRate(self.lr, self.iterations, "cosine"), project=space.box)
         for _ in range(self.iterations):
             before = optimiser.variables
@@ -141,13 +141,13 @@ class Representations(Attack):
 
 
 _TOGETHER = 64
-"""Searches taken together; more do not fit a CPU's cache."""
+"""Searches evaluated at once; more do not fit a CPU's cache."""
 _CONVERGED = 0.02
-"""A loss counts as converged from this share of a mid-grey image's on; of features above 0 even that one's is small."""
+"""A search has converged at this share of a mid-grey image's loss, which is itself small for positive features."""
 
 
 def _nothing(seen: Observation, keep: int) -> Reconstruction:
-    """No guess at all, where no target has a class."""
+    """Return no guess, if no class was found for any target."""
     like = next(iter(seen.updates.values()))
     images = like.new_full((seen.num_targets, seen.num_examples, *seen.shape), torch.nan)
     none = torch.full(images.shape[:2], -1, device=like.device)
@@ -165,12 +165,12 @@ _NO_CLASS = "no class was found in the last layer"
 
 
 def _classes_of(labels: Tensor, num_classes: int) -> Tensor:
-    """Which classes are among labels (T, B) or soft ones (T, B, classes), as (T, classes) bool."""
+    """Return a mask (T, classes) of the classes among labels (T, B) or soft labels (T, B, classes)."""
     return torch.nn.functional.one_hot(labels, num_classes).any(1) if labels.dim() == 2 else labels.gt(0).any(1)
 
 
 def _chosen(wanted: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Labels (T, count) of the classes that were found, those of the largest rows; sorted, and -1 for the rest."""
+    """Return labels (T, count) of the classes found, those with the largest rows; sorted, and -1 for the rest."""
     found = wanted.isfinite().all(2)
     size = torch.where(found, weight.norm(dim=2), -torch.inf)
     order = size.argsort(1, descending=True)[:, :count]
@@ -181,7 +181,7 @@ def _chosen(wanted: Tensor, weight: Tensor, count: int) -> Tensor:
 
 
 def _closure(seen: Observation, layer: str, aims: Tensor, space: Space, tv: float) -> Closure:
-    """Loss and gradient of flat guesses, one for each representation."""
+    """Return the function for loss and gradient of flat guesses, one per representation."""
     distance, wanted = Objective("cosine"), {"representation": aims}
 
     def evaluate(flat: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Stationarity: the private image that an obscured one was made of, against LODA."""
+"""Stationarity: recover the private image from an obscured one, against LODA."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
 
 WEIGHTS = {"stationarity": (0.0, 1.0, 5.0, 10.0, 20.0), "features": (1e-3, 1e-2, 1e-1, 1.0)}
-"""What ``search`` tries: c of Eq. 6, beside the defence's own, or the weight of total variation."""
+"""Values that ``search`` tries: c of Eq. 6, in addition to the defence's own, or the weight of total variation."""
 STEPS = (50, 100, 200, 400)
 
 
 @dataclass(frozen=True)
 class Stationarity(Decoder):
-    r"""Look for the image for which the obscured one is a stationary point of LODA's objective, or has like features.
+    r"""Find the image for which the obscured one is a stationary point of LODA's objective, or has similar features.
 
     .. math:: \text{stationarity:} \quad \arg\min_{x \in [0,1]^D} \|\nabla g(x')^T (g(x') - g(x)) - c (x' - x)\|_2^2
 
@@ -33,30 +33,30 @@ class Stationarity(Decoder):
     .. math:: \text{learned:} \quad x = A\,\mathrm{patch}(x') + b, \quad A, b = \arg\min \sum_{\text{public } z}
         \|z - A\,\mathrm{patch}(\mathcal E(z)) - b\|_2^2
 
-    x' is what another attack guessed that the network saw. The first two vanish at x = x' itself, so the search begins
-    somewhere else; Adam, and the best iterate by the loss. The third is a filter of 5x5 pixels, learned from public
-    images that the attacker obscures itself: pixels that were pushed away from the image's still tell where it was.
+    x' is another attack's guess of what the network saw. The first two losses vanish at x = x' itself, so the search
+    starts elsewhere; it uses Adam and keeps the best iterate by the loss. The third way is a filter of 5x5 pixels,
+    learned from public images that the attacker obscures itself: pixels that LODA moved still depend on the original.
 
-    Needs: the defence, with its extractor, and what ``inner`` needs; for ``search`` or ``start=public`` public images.
-    Fails: where c is large: then features of x' differ from the image's, and most pixels of x' are at 0 or 1, where the
-    gradient need not vanish.
-    Reference: Wan et al. 2022 (LODA), https://arxiv.org/abs/2206.00769, Eq. 6, with c of 1 and 100 steps out of grids
-    of c and steps.
-    Differs from the paper: the paper names neither optimiser nor start; it chose c and steps by the truth, where
+    Needs: the defence with its extractor, and what ``inner`` needs; public images for ``search`` or ``start=public``.
+    Fails: for a large c: then the features of x' differ from those of the image, and most pixels of x' are at 0 or 1,
+    where the gradient need not vanish.
+    Reference: Wan et al. 2022 (LODA), https://arxiv.org/abs/2206.00769, Eq. 6, with c = 1 and 100 steps, chosen from
+    grids.
+    Differs from the paper: the paper names neither optimiser nor start, and chose c and steps by the true images;
     ``search`` chooses them on public images that the attacker obscures itself. ``features``, ``learned`` and ``bounds``
     are ours.
 
     Attributes:
-        inner: the attack whose guesses are decoded; by default encodings that are granted.
+        inner: the attack whose guesses are decoded; by default the granted encodings.
         way: stationarity, features or learned.
-        c: of Eq. 6.
+        c: the weight c in Eq. 6.
         tv: w, weight of total variation, for ``features``.
-        steps: of Adam.
-        lr: its rate.
+        steps: steps of Adam.
+        lr: Adam's learning rate.
         start: where a search begins: grey, noise (uniform) or public.
-        bounds: whether pixels of x' at 0 or 1 only ask for a gradient that points outwards.
-        search: public images on which c (or tv) and steps are chosen before; 0 takes them as set. With ``learned``
-            those that it learns from.
+        bounds: whether pixels of x' at 0 or 1 only require a gradient that points outwards.
+        search: number of public images on which c (or tv) and steps are chosen first; 0 uses the settings. For
+            ``learned``, the number of images to learn from.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.DEFENCE})
@@ -83,11 +83,11 @@ class Stationarity(Decoder):
             object.__setattr__(self, "needs", self.needs | {Knowledge.PUBLIC_DATA})
 
     def unfit(self, seen: Observation) -> list[str]:
-        """A defence that obscures images."""
+        """Return loda if the defence does not obscure images."""
         return ["loda"] if member(seen.defence, Loda) is None else []
 
     def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """Each guess by itself."""
+        """Decode each guess separately."""
         defence = required(seen.defence, Loda)
         features = defence.features(seen.network, seen.shape)
         obscured = found.images.flatten(0, 1)
@@ -112,7 +112,7 @@ class Stationarity(Decoder):
     def _descend(
         self, how: "_How", obscured: Tensor, begun: Tensor, stops: Sequence[int]
     ) -> tuple[list[Tensor], Tensor]:
-        """The best images so far after each number of steps, and their losses at the end."""
+        """Return the best images after each number of steps in ``stops``, and their losses at the end."""
         parts = [
             self._descend_some(how, some, start, stops)
             for some, start in zip(torch.split(obscured, _TOGETHER), torch.split(begun, _TOGETHER), strict=True)
@@ -143,7 +143,7 @@ class Stationarity(Decoder):
         return shown, least
 
     def _loss(self, how: "_How", goal: "_Goal", x: Tensor) -> Tensor:
-        """(N,)."""
+        """Return the loss (N,) of each image."""
         if self.way == "features":
             return how.features.distance(x, goal.features) / goal.size + self.tv * total_variation(x)
         pairs = zip(goal.features, how.features(x), strict=True)
@@ -164,7 +164,7 @@ class Stationarity(Decoder):
         return torch.full_like(obscured, 0.5)
 
     def _searched(self, defence: Loda, features: Features, seen: Observation, rng: torch.Generator) -> "Stationarity":
-        """The weight and number of steps that do best on public images that the attacker obscured itself."""
+        """Return the attack with the weight and steps that work best on public images that the attacker obscures."""
         obscured, truth = _rehearsed(defence, features, seen, self.search, rng)
         begun = self._begin(obscured, seen, rng)
         best, least = self, torch.inf
@@ -182,7 +182,7 @@ class Stationarity(Decoder):
 def _rehearsed(
     defence: Loda, features: Features, seen: Observation, count: int, rng: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Public images that the attacker obscured as the defence does, and what they were before."""
+    """Return public images that the attacker obscured as the defence does, and the originals."""
     public = seen.public_data.images
     order = torch.randperm(len(public), generator=rng)
     truth, begun = public[order[:count]], public[order.flip(0)[: min(count, len(public))]]
@@ -191,7 +191,7 @@ def _rehearsed(
 
 
 def learned_filter(obscured: Tensor, truth: Tensor, side: int = 5) -> Callable[[Tensor], Tensor]:
-    """The linear map from patches of images (N, C, H, W) to the true pixels in their middle, by ridge regression.
+    """Return the linear map from patches of images (N, C, H, W) to the true pixel in the middle, by ridge regression.
 
     Example:
         >>> images = torch.rand(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -216,25 +216,25 @@ def learned_filter(obscured: Tensor, truth: Tensor, side: int = 5) -> Callable[[
 
 
 CONVERGED = 0.1
-"""A descent counts as converged where so much is left of the loss that it began with, or less."""
+"""A descent has converged when its loss is at most this share of the initial loss."""
 _TOGETHER = 16
-"""Images that are searched together; more do not fit a CPU's cache."""
+"""Images searched at once; more do not fit a CPU's cache."""
 _EDGE = 1e-3
 
 
 class _How(NamedTuple):
-    """The map g, and whether the defence takes means of squares: then features weigh as pixels do in all."""
+    """The map g, and whether the defence uses mean squares, which weight features by their number."""
 
     features: Features
     mean: bool
 
     def scale(self, output: Tensor, images: Tensor) -> float:
-        """What a layer's features count for, beside pixels."""
+        """Return the weight of a layer's features relative to pixels."""
         return images[0].numel() / output[0].numel() if self.mean else 1.0
 
 
 class _Goal(NamedTuple):
-    """What obscured images ``at`` tell: their features, with the graph and without, and the features' squared size."""
+    """Obscured images ``at``, their features with and without the graph, and the features' squared norm."""
 
     at: Tensor
     outputs: list[Tensor]

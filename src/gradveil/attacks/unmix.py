@@ -1,4 +1,4 @@
-"""Unmix: private images out of many mixtures of them, against Mixup and InstaHide."""
+"""Unmix: recover private images from many mixtures of them, against Mixup and InstaHide."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,31 +27,32 @@ from gradveil.validate import in_range
 
 @dataclass(frozen=True)
 class Unmix(Decoder):
-    r"""Find which encodings of a client share an image, and in what shares, then solve for the images.
+    r"""Find which of a client's encodings share an image and in what proportions, then solve for the images.
 
     .. math:: \arg\min_{X, M} \big\| \mathrm{abs}(M X) - \mathrm{abs}(E) \big\|_2^2
 
-    E are the encodings that another attack guessed in several rounds of a client (of one round there are too few), X
-    its images, the rows of M the coefficients. First a small network learns from public images, mixed as the defence
-    does, how alike two encodings are that share so much; then M is what explains the private encodings' similarities,
-    with images dealt evenly by assignment; then X and M by turns. InstaHide's absolute values leave one sign open for
-    each pixel of all images together: neighbours vary alike, and public images say which way up the whole is.
+    E are a client's encodings, guessed by another attack in several rounds (one round has too few), X the client's
+    images, and the rows of M the coefficients. First a small network learns from public images, mixed as the defence
+    does, how similar two encodings are that share images. Then M is fitted to the similarities of the private
+    encodings, starting from an even assignment. Then X and M are refined in turn. InstaHide's absolute values leave
+    one sign per pixel open, common to all images: neighbours should vary alike, and public images give the overall
+    sign.
 
     Needs: the defence, the number of examples, public images, and what ``inner`` needs.
-    Fails: from few rounds; from encodings that gradient inversion blurred; with public images in the mixtures only the
-    rough shapes come back.
+    Fails: with few rounds; with encodings that gradient inversion blurred; if public images are in the mixtures, only
+    rough shapes are recovered.
     Reference: Carlini et al. 2020, https://arxiv.org/abs/2011.05315; as used by Wan et al. 2022 (LODA),
     https://arxiv.org/abs/2206.00769, Eq. 3, on 50 encodings of each image.
-    Differs from the paper: the network embeds each encoding by itself, where Carlini et al. look at pairs; coefficients
-    are estimated and refined, not taken as equal; X is found by alternating least squares, not by Adam; signs are made
-    to agree.
+    Differs from the paper: the network embeds each encoding separately, where Carlini et al. compare pairs;
+    coefficients are estimated and refined, not assumed equal; X is found by alternating least squares, not by Adam;
+    signs are made consistent.
 
     Attributes:
-        inner: the attack whose guesses are decoded; by default encodings that are granted.
-        train: steps of Adam that the similarity network learns.
-        width: its channels.
-        restarts: of the search for M; the one that explains the encodings best after some rounds goes on.
-        rounds: of X and M by turns.
+        inner: the attack whose guesses are decoded; by default the granted encodings.
+        train: steps of Adam for training the similarity network.
+        width: channels of the similarity network.
+        restarts: initial estimates of M; the one that explains the encodings best after a few rounds is refined.
+        rounds: how often X and M are solved in turn.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset(
@@ -69,14 +70,14 @@ class Unmix(Decoder):
             in_range(name, getattr(self, name), low)
 
     def unfit(self, seen: Observation) -> list[str]:
-        """A defence that mixes images, and many mixtures of several."""
+        """Return what is missing: a defence that mixes images, or enough mixtures of several images."""
         if member(seen.defence, Mixup) is None:
             return ["mixup or instahide"]
         enough = seen.num_images >= 2 and seen.rounds * seen.num_examples >= 2 * seen.num_images
         return [] if enough else ["several rounds of encodings"]
 
     def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """The images of each client out of all its rounds."""
+        """Recover each client's images from all its rounds."""
         defence, images = required(seen.defence, Mixup), seen.num_images
         encodings = 2 * found.images.detach().cpu().reshape(-1, seen.rounds * seen.num_examples, *seen.shape) - 1
         flipped = isinstance(defence, Instahide) and 0 < defence.flip < 1
@@ -107,7 +108,7 @@ class Unmix(Decoder):
         flipped: bool,
         rng: torch.Generator,
     ) -> Solution:
-        """One client's images."""
+        """Recover one client's images."""
         usable = encodings.flatten(1).isfinite().all(1)
         if int(usable.sum()) < 2 * num_images:
             nothing = torch.full((num_images, encodings[0].numel()), torch.nan)
@@ -140,18 +141,18 @@ class Unmix(Decoder):
 _TRIAL = 4
 """Rounds after which restarts are compared."""
 _CONVERGED = 0.1
-"""Share of the encodings' spread that may stay unexplained."""
+"""A client has converged if at most this share of the encodings' standard deviation is unexplained."""
 
 
 def _encoder(defence: Mixup, public: Tensor, *, flipped: bool) -> Encoder:
-    """The defence's mixtures of images that an attacker has; in turn each of them is the image itself."""
+    """Return a function that mixes an attacker's images as the defence does; each is the main image in turn."""
 
     def encode(images: Tensor, count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         parts = defence.num_private
         weights = coefficients(count, defence.k, defence.own, defence.cap, rng)
         keys = torch.rand(count, len(images), generator=rng)
         keys[torch.arange(count), torch.arange(count) % len(images)] = -1.0
-        chosen = keys.argsort(1)[:, :parts]  # the image itself first
+        chosen = keys.argsort(1)[:, :parts]  # the main image first
         mixing = torch.zeros(count, len(images)).scatter_(1, chosen, weights[:, :parts])
         mixed = torch.einsum("en,n...->e...", mixing, images)
         for rest in weights[:, parts:].T:
@@ -163,7 +164,7 @@ def _encoder(defence: Mixup, public: Tensor, *, flipped: bool) -> Encoder:
 
 
 def _labels(solutions: list[Solution], seen: Observation) -> Tensor:
-    """(T, N) the classes whose mixtures the soft labels are, where those are known; else -1."""
+    """Return the labels (T, N) whose mixtures the known soft labels are, or -1 if soft labels are not known."""
     none = torch.full((len(solutions), seen.num_images), -1)
     told = seen.labels if seen.knows(Knowledge.LABELS) else None
     if told is None and seen.knows(Knowledge.ENCODINGS):

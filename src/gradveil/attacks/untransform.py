@@ -19,29 +19,29 @@ from gradveil.validate import in_range
 
 @dataclass(frozen=True)
 class Untransform(Decoder):
-    r"""Undo each way in which the policy may have transformed an image, and keep the one that explains the guess best.
+    r"""Undo each transformation that the policy may have made, and keep the one that explains the guess best.
 
     .. math:: \arg\min_{p,\,\sigma} \; \big\| t_{p,\sigma}\big(t_{p,\sigma}^{-1}(\tilde x)\big) - \tilde x \big\|_2^2
         + w\, d\big(t_{p,\sigma}^{-1}(\tilde x)\big)
 
-    over policies p and signs :math:`\sigma`. Strips that an operation pushed out of the picture tell which way it went;
-    where several ways explain the guess alike, d prefers pictures whose brightness and contrast are as those of public
-    images. Pixels that were pushed out are filled with the median of those that were not.
+    over policies p and signs :math:`\sigma`. The empty strips that an operation leaves at the border reveal its
+    direction. If several ways explain the guess equally well, d prefers pictures with the brightness and contrast of
+    public images. Pixels that were moved out of the picture are filled with the median of the others.
 
-    ATS draws anew in every batch, so other pixels survive in each round of a client. Of several rounds, guesses of the
-    same image are found by assignment, and each pixel is the median of the rounds that know it.
+    ATS draws a policy per batch, so different pixels survive in each round of a client. If there are several rounds,
+    guesses of the same image are matched by assignment, and each pixel is the median of the rounds that know it.
 
-    Needs: the defence, and what ``inner`` needs. With public data granted d is used.
-    Fails: for what operations destroyed in every round (pixels out of the picture, equalised histograms); random crops
-    and mirror images before the policy stay, and with them, with batches of other images in each round, or with images
-    that are mixed anew, each guess is by itself.
-    Reference: ours; that a transformed image is as good as the image is Balunovic et al. 2022,
-    https://arxiv.org/abs/2111.04706, Section 5, who attack ATS in the first steps without undoing it.
-    Differs from the paper: there is none.
+    Needs: the defence, and what ``inner`` needs. The term d is used if public data are granted.
+    Fails: for what operations destroyed in every round (pixels out of the picture, equalised histograms). Random crops
+    and flips before the policy are not undone. With them, with different images in each round's batch, or with images
+    that are mixed in each round, each guess is decoded separately.
+    Reference: ours. Balunovic et al. 2022, https://arxiv.org/abs/2111.04706, Section 5, show that a transformed image
+    reveals as much as the image; they attack ATS in the first steps without undoing it.
+    Differs from the paper: not applicable.
 
     Attributes:
-        inner: the attack whose guesses are decoded; by default encodings that are granted.
-        prior: w, weight of the distance from public images' brightness and contrast.
+        inner: the attack whose guesses are decoded; by default the granted encodings.
+        prior: w, weight of the distance from the brightness and contrast of public images.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.DEFENCE})
@@ -53,11 +53,11 @@ class Untransform(Decoder):
         in_range("prior", self.prior, 0)
 
     def unfit(self, seen: Observation) -> list[str]:
-        """A defence that transforms images."""
+        """Return ats if the defence does not transform images."""
         return ["ats"] if member(seen.defence, Ats) is None else []
 
     def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """As many guesses as were found; those of one image in several rounds become one picture."""
+        """Decode each guess; guesses of one image in several rounds are combined."""
         defence = required(seen.defence, Ats)
         guesses = found.images.flatten(0, 1)
         usable = guesses.flatten(1).isfinite().all(1).view(-1, 1, 1, 1)
@@ -71,7 +71,7 @@ class Untransform(Decoder):
         return replace(found, images=torch.where(usable, images, torch.nan).view_as(found.images))
 
     def _undo(self, shown: Tensor, defence: Ats, seen: Observation) -> tuple[Tensor, Tensor, Tensor]:
-        """Each guess (N, C, H, W) by itself: images, which of their pixels are known (N, 1, H, W), and errors (N,)."""
+        """Decode each guess (N, C, H, W): return images, a mask of known pixels (N, 1, H, W), and errors (N,)."""
         tones = _tones(seen.public_data.images).mean(0) if seen.knows(Knowledge.PUBLIC_DATA) else None
         best, least = shown, torch.full((len(shown),), torch.inf).to(shown)
         known = torch.ones_like(shown[:, :1], dtype=torch.bool)
@@ -89,7 +89,7 @@ class Untransform(Decoder):
 
 
 def _repeats(found: Reconstruction, defence: Ats, seen: Observation) -> bool:
-    """Whether each round of a client shows the same images, but for the policy."""
+    """Return whether each round of a client shows the same images, up to the policy."""
     return (
         seen.rounds > 1
         and len(found.images) == seen.num_targets
@@ -101,26 +101,26 @@ def _repeats(found: Reconstruction, defence: Ats, seen: Observation) -> bool:
 
 
 def _agreed(images: Tensor, known: Tensor, error: Tensor) -> Tensor:
-    """(rounds * B, C, H, W): for each guess of a client's rounds the median of what they know of its image.
+    """Return for each guess of a client the median of what all rounds know about its image, (rounds * B, C, H, W).
 
     Args:
         images: (rounds, B, C, H, W), in any order within a round.
         known: (rounds, B, 1, H, W).
-        error: (rounds, B), how badly each is explained; the round with the least is what others are matched to.
+        error: (rounds, B), how badly each guess is explained; the others are matched to the round with the least.
     """
     told = torch.where(known, images, torch.nan)
     model = told[error.masked_fill(~known.flatten(2).any(2), torch.inf).mean(1).argmin()]
     for _ in range(_TURNS):
-        owners = torch.stack([_matched(model, look) for look in told])  # (rounds, B): which image each guess is
+        owners = torch.stack([_matched(model, look) for look in told])  # (rounds, B): the image of each guess
         places = owners.argsort(1)[..., None, None, None].expand_as(told)
         model = told.gather(1, places).nanmedian(0).values
     return filled(model, model[:, :1].isfinite())[owners].flatten(0, 1)
 
 
 def _matched(ours: Tensor, theirs: Tensor) -> Tensor:
-    """(B,) which of our images each of theirs is, by assignment: those that correlate over pixels which both know.
+    """Return which of our images each of theirs is, (B,), by optimal assignment on correlations of known pixels.
 
-    A wrong guess of brightness or contrast does not change a correlation. What isn't known is NaN.
+    A wrong guess of brightness or contrast does not change a correlation. Unknown pixels are NaN.
     """
     a, b = ours.flatten(1).nan_to_num(0.0), theirs.flatten(1).nan_to_num(0.0)
     m, n = ours.flatten(1).isfinite().to(a), theirs.flatten(1).isfinite().to(b)
@@ -132,18 +132,18 @@ def _matched(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 _TURNS = 3
-"""Of matching guesses to images, and of taking medians."""
+"""How often guesses are matched to images and medians are taken."""
 
 
 def _signs(steps: list[Transform]) -> list[Tensor]:
-    """Every combination (1, operations) of the signs that matter."""
+    """Return every combination (1, operations) of the signs that matter."""
     return [
         torch.tensor([each]) for each in itertools.product(*((1, -1) if step.is_signed else (1,) for step in steps))
     ]
 
 
 def _undone(images: Tensor, steps: list[Transform], signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Images before all operations, and which of their pixels those after them tell; signs are (N, operations)."""
+    """Return the images before all operations and a mask of their known pixels; signs are (N, operations)."""
     known = torch.ones_like(images[:, :1], dtype=torch.bool)
     signs = signs.to(images)
     for step, sign in zip(steps, signs.T, strict=True):
@@ -154,6 +154,6 @@ def _undone(images: Tensor, steps: list[Transform], signs: Tensor) -> tuple[Tens
 
 
 def _tones(images: Tensor) -> Tensor:
-    """(N, 2) brightness and contrast."""
+    """Return brightness and contrast (N, 2)."""
     flat = images.flatten(1)
     return torch.stack([flat.mean(1), flat.std(1)], 1)

@@ -1,4 +1,4 @@
-"""An attacker who knows the defence: the search, turned to what the defence leaves."""
+"""An attacker who knows the defence: its search is adapted to what the defence leaves."""
 
 import math
 import statistics
@@ -15,14 +15,14 @@ from gradveil.threat import Observation
 from gradveil.types import Tensors
 
 ROUGHNESS = 0.2
-"""Scale of the differences of neighbouring pixels in [0, 1] that an attacker expects.
+"""Expected scale of the differences of neighbouring pixels in [0, 1].
 
-Three times the mean of MNIST (0.067) and CIFAR-10 (0.057): the likeliest picture under the mean itself is too smooth.
+Three times the mean of MNIST (0.067) and CIFAR-10 (0.057): with the mean itself, the likeliest picture is too smooth.
 """
 
 
 class Answer(NamedTuple):
-    """What is played against some targets: a countermove, or None, with its name."""
+    """The countermove played against some targets, with its name, or None."""
 
     name: str
     targets: list[int]
@@ -30,9 +30,9 @@ class Answer(NamedTuple):
 
 
 def answers(seen: Observation, choice: str = "") -> list[Answer]:
-    """What an attacker who knows the defence plays: the countermove of that name, "" is the first, ``none`` none.
+    """Return which countermove to play against which targets: the named one ("" is the first), or none for ``none``.
 
-    Where it begins by telling decoys apart, targets of which that fails are searched with their decoys (``joint``).
+    If the countermove first separates decoys, targets for which that fails are searched with their decoys (``joint``).
     """
     everyone = list(range(seen.num_targets))
     move = countermove(seen, choice)
@@ -50,20 +50,20 @@ def answers(seen: Observation, choice: str = "") -> list[Answer]:
 
 
 def turned(search: Search, seen: Observation, move: Countermove | None) -> Search:
-    r"""The search by a countermove; the same one where there is none.
+    r"""Return the search adapted to a countermove, or the search itself if ``move`` is None.
 
     Under noise of standard deviation :math:`\sigma_l` the likeliest picture has the least
 
     .. math:: \sum_l \frac{\|g_l - \hat g_l\|_2^2}{2 \sigma_l^2} + \frac{1}{b} \sum_{ij} |x_i - x_j|
 
-    (an absolute value times :math:`\sqrt 2 / \sigma_l` for Laplace noise), where neighbouring pixels differ by
+    (an absolute value times :math:`\sqrt 2 / \sigma_l` for Laplace noise), assuming that neighbouring pixels differ by
     Laplace noise of scale b, `ROUGHNESS`; both terms are divided by the number of pixels. A generator that was trained
-    on images stands for the second term. From noise that would often end where all gradients vanish, so it starts where
-    the attack's own distance ends.
+    on images replaces the second term. A search from noise would often end where all gradients vanish, so this one
+    starts from the result of a search with the attack's own distance.
 
     Args:
-        search: as the attack has it.
-        seen: what was seen.
+        search: the attack's own search.
+        seen: what the server saw.
         move: the countermove.
     """
     if move is None:
@@ -100,11 +100,11 @@ def _smooth(search: Search, seen: Observation) -> Priors:
 
 
 def _separating(gradients: Tensors, told: Mapping[int, Told]) -> Countermove:
-    """The move that compares what could be told of these targets."""
+    """Return the countermove that compares the separated gradients of these targets."""
     found = stacked({name: tensor[list(told)] for name, tensor in gradients.items()}, list(told.values()))
     sizes = {name: float(tensor.flatten(1).square().sum(1).mean()) for name, tensor in found.items()}
     counts = {name: size > 0 and not name.startswith((KEEP, PROJECT)) for name, size in sizes.items()}
-    weights = {name: 1 / size if counts[name] else 0.0 for name, size in sizes.items()}  # all tensors count alike
+    weights = {name: 1 / size if counts[name] else 0.0 for name, size in sizes.items()}  # all tensors have equal weight
     return Countermove(projected, weights=weights, look=lambda _: found)
 
 
@@ -113,6 +113,6 @@ def _numel(seen: Observation, name: str) -> int:
 
 
 def _spread(seen: Observation) -> float:
-    """The standard deviation by which pixels are normalised; priors are in normalised units."""
+    """Return the standard deviation that pixels are normalised by; priors are in normalised units."""
     normalisation = normalisation_of(seen.network)
     return statistics.fmean(normalisation.std) if normalisation else 1.0

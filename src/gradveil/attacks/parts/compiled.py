@@ -1,4 +1,4 @@
-"""A search's step, traced once with all its derivatives and compiled to machine code by TorchInductor."""
+"""Compile the step of a search: trace it once with all its derivatives, then compile it by TorchInductor."""
 
 import warnings
 from collections import OrderedDict
@@ -11,24 +11,24 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 _KEPT = 16
 _known: OrderedDict[tuple[object, ...], Function] = OrderedDict()
-"""Compiled graphs by text and inputs. Weights are inputs too, so another network of the same kind finds its own."""
+"""Compiled graphs by their text and inputs. Weights are inputs too, so networks of one architecture share a graph."""
 
 
 def compiled(function: Function, examples: tuple[Tensor, ...]) -> Function:
-    """The same function for inputs of these shapes, compiled; takes some 20 s, or 2 s again, and a C++ compiler.
+    """Return the function compiled for inputs of these shapes; takes about 20 s, or 2 s if the graph is known.
 
-    The function may differentiate inside: what is compiled is the graph of all operations that it runs. Any failure
-    (no compiler, an operation without a rule) is raised as it comes.
+    Needs a C++ compiler. The function may differentiate inside: the graph of all operations that it runs is compiled.
+    Any failure (no compiler, an operation without a rule) is raised unchanged.
     """
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor import compile as inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # the compiler's, of its own dependencies
+        warnings.simplefilter("ignore")  # the compiler warns about its own dependencies
         with torch.enable_grad():
             traced = make_fx(function)(*examples)
-        graph = fx_graph_cse(traced.graph)  # what two derivatives both need is computed once
+        graph = fx_graph_cse(traced.graph)  # compute once what two derivatives share
         constants = _as_inputs(graph, traced)
         inputs = [*examples, *constants]
         shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in inputs)
@@ -48,7 +48,7 @@ def compiled(function: Function, examples: tuple[Tensor, ...]) -> Function:
 
 
 def _as_inputs(graph: fx.Graph, traced: fx.GraphModule) -> list[Tensor]:
-    """Turn the tensors that the trace took for constants into further inputs, and return them."""
+    """Turn the constants of the trace into additional inputs, and return them."""
     constants = []
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in [node for node in graph.nodes if node.op == "get_attr"]:

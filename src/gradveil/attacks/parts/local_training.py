@@ -1,7 +1,7 @@
-r"""What update a guess would have led to: the client's local steps, played again for many targets at once.
+r"""The update that a guess would have caused: the client's local steps, simulated for many targets at once.
 
-All figures are mean gradients over the steps, :math:`(w_0 - w_K) / (\eta \sum_k c_k)` with what each step counts for
-(1 without momentum), so that one step gives the gradient.
+All results are mean gradients over the steps, :math:`(w_0 - w_K) / (\eta \sum_k c_k)`, where :math:`c_k` is the weight
+of step k in the update (1 without momentum). For a single step this is the gradient.
 """
 
 import copy
@@ -25,21 +25,22 @@ WAYS = ("unroll", "line", "once")
 
 @dataclass(frozen=True)
 class Replay:
-    r"""How an attacker plays the local training of B images again. It knows neither their order nor each step's labels.
+    r"""An attacker's simulation of local training on B images. Their order and each step's labels are not known.
 
-    ``unroll``: all steps, differentiated through, with momentum and weight decay: exact but for the images' order.
-    ``line``: step k's gradient at :math:`w_0 + k/K (w_K - w_0)`, on the straight line to the weights that came back
-    (the idea of SME, Zhu et al. 2023), which needs no differentiation through steps. ``once``: the gradient of all
-    images at :math:`w_0`, right to first order in the learning rate and by far the fastest.
+    ``unroll``: runs all steps and differentiates through them, with momentum and weight decay: exact except for the
+    order of images. ``line``: takes the gradient of step k at :math:`w_0 + k/K (w_K - w_0)`, on the straight line to
+    the returned weights (the idea of SME, Zhu et al. 2023), which needs no differentiation through steps. ``once``:
+    takes the gradient of all images at :math:`w_0`, correct to first order in the learning rate and by far the fastest.
 
     Attributes:
-        network: as broadcast, with BatchNorm as the clients have it.
+        network: the broadcast network, with BatchNorm in the clients' mode.
         batch_size: B.
-        way: unroll, line or once; of no effect for a single step.
+        way: unroll, line or once; no effect for a single step.
         how: the clients' settings; None for a single step in evaluation mode.
-        lr: their learning rate.
-        batches: the images of each step, by the attacker's own shuffling.
-        penalties: what each example's loss has beside cross-entropy, by the module whose output it is a function of.
+        lr: the clients' learning rate.
+        batches: the images of each step, in an order that the attacker draws.
+        penalties: terms of each example's loss in addition to cross-entropy, as functions of a module's output, by the
+            module's name.
     """
 
     network: nn.Module
@@ -52,7 +53,7 @@ class Replay:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one batched pass at the broadcast weights does it."""
+        """Whether one batched pass at the broadcast weights is enough."""
         if self.how is None:
             return True
         alike = len({len(batch) for batch in self.batches}) == 1 and not self.how.momentum and not self.how.weight_decay
@@ -66,10 +67,10 @@ class Replay:
     def __call__(
         self, images: Tensor, labels: Tensor, wanted: Tensors, outputs: Tensors | None = None
     ) -> dict[str, Tensor]:
-        """Mean gradients (T, ...) of images (T * B, C, H, W) in [0, 1] with labels (T * B,) or (T * B, classes).
+        """Return the mean gradients (T, ...) of images (T * B, C, H, W) in [0, 1].
 
-        ``wanted`` are the clients' mean gradients (T, ...), from which ``line`` takes its points. ``outputs`` (T, ...)
-        replace those of the modules that they name.
+        ``labels`` are (T * B,) or (T * B, classes). ``wanted`` are the clients' mean gradients (T, ...), which give
+        ``line`` its points. ``outputs`` (T, ...) replace the outputs of modules, by name.
         """
         if self.is_plain:
             with replaced_outputs(self.network, outputs or {}, self.batch_size), self._loss() as loss:
@@ -85,13 +86,13 @@ class Replay:
     def _one(
         self, images: Tensor, labels: Tensor, wanted: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """One target: the mean gradient of its B images."""
+        """Return the mean gradient of one target's B images."""
         with replaced_outputs(self.network, outputs), self._loss() as each_loss:
             return self._played(images, labels, wanted, each_loss)
 
     @contextmanager
     def _loss(self) -> Iterator[Loss]:
-        """Within, a function that gives each example's loss after a pass: cross-entropy and the penalties."""
+        """Give a function for each example's loss after a forward pass: cross-entropy and the penalties."""
         seen: dict[str, Tensor] = {}
 
         def loss(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -138,17 +139,17 @@ class Replay:
 
 @contextmanager
 def replaced_outputs(network: nn.Module, outputs: Tensors, times: int = 0) -> Iterator[None]:
-    """Within, the modules that are named give these outputs; with ``times`` each row is repeated so often."""
+    """Let the named modules return these outputs; each row is repeated ``times`` times if it is not 0."""
     values = {name: value.repeat_interleave(times, 0) if times else value for name, value in outputs.items()}
     with watch(network, values, after=lambda call: values[call.name]):
         yield
 
 
 def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:
-    """How to play again what these clients did, from what is known of it.
+    """Return the simulation of these clients' training, from what is known about it.
 
-    Whether BatchNorm took its statistics from the batch is known with the local steps; else running statistics that
-    came along changed betray it.
+    Whether BatchNorm used batch statistics is known with the local steps. Otherwise, running statistics that changed
+    reveal it.
     """
     size = seen.num_examples
     if seen.knows(Knowledge.LOCAL_STEPS) or not seen.single_step:

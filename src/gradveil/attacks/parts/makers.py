@@ -1,4 +1,4 @@
-"""What is searched in place of pixels: the numbers that a generator makes images from."""
+"""Searching the inputs or weights of a generator instead of pixels."""
 
 from abc import ABC, abstractmethod
 
@@ -9,12 +9,12 @@ from gradveil.generators import Latent
 
 
 class Maker(ABC):
-    """Turns rows of numbers (rows, size) into images; rows never mix.
+    """Base of functions from rows of numbers (rows, size) to images; rows never mix.
 
     Attributes:
-        size: numbers a row.
-        label_rate: factor on an optimiser's rate for the logits of searched labels.
-        knows_images: whether it makes likely images only, so that under noise nothing else need be believed of them.
+        size: numbers per row.
+        label_rate: factor on the learning rate for the logits of searched labels.
+        knows_images: whether it makes only likely images, so that a search under noise needs no other prior.
     """
 
     size: int
@@ -23,23 +23,23 @@ class Maker(ABC):
 
     @abstractmethod
     def begin(self, rows: int, rng: torch.Generator) -> Tensor:
-        """First numbers (rows, size), on the CPU."""
+        """Return the first numbers (rows, size), on the CPU."""
 
     @abstractmethod
     def pictures(self, flat: Tensor, labels: Tensor | None) -> Tensor:
-        """Images (rows * B, C, H, W) in [0, 1]; ``labels`` are (rows, B), or soft ones (rows, B, classes)."""
+        """Return images (rows * B, C, H, W) in [0, 1]; ``labels`` are (rows, B), or soft ones (rows, B, classes)."""
 
     def penalty(self, flat: Tensor, pictures: Tensor) -> Tensor:
-        """(rows,) what is added to the loss."""
+        """Return the penalty (rows,) that is added to the loss."""
         return flat.new_zeros(len(flat))
 
     def rates(self) -> Tensor:
-        """(size,) factors on an optimiser's rate."""
+        """Return factors (size,) on the learning rate."""
         return torch.ones(self.size)
 
 
 class Latents(Maker):
-    r"""The latents of a trained generator, B of them a row.
+    r"""The latents of a trained generator, B per row.
 
     The penalty is the divergence of a normal distribution with the mean m and the variance v of an image's latents from
     N(0, 1), as in the code of GGL: :math:`\frac{1}{2} (m^2 + v - 1 - \log v)`.
@@ -47,8 +47,8 @@ class Latents(Maker):
     Args:
         generator: frozen, in evaluation mode.
         batch_size: B.
-        squash: whether latents pass tanh first, which keeps them inside (-1, 1).
-        divergence: weight of the penalty, of which the mean over a row's images counts.
+        squash: whether latents pass through tanh first, which keeps them inside (-1, 1).
+        divergence: weight of the penalty, averaged over the images of a row.
     """
 
     knows_images = True
@@ -58,16 +58,16 @@ class Latents(Maker):
         self.size = batch_size * generator.latent
 
     def begin(self, rows: int, rng: torch.Generator) -> Tensor:
-        """From N(0, 1)."""
+        """Draw latents from N(0, 1)."""
         return torch.randn(rows, self.size, generator=rng)
 
     def pictures(self, flat: Tensor, labels: Tensor | None) -> Tensor:
-        """What the generator makes of them, and of the labels where it asks for any."""
+        """Return the generator's images for the latents, and for the labels if it uses them."""
         images: Tensor = self._generator(self._latents(flat), None if labels is None else labels.flatten(0, 1))
         return images
 
     def penalty(self, flat: Tensor, pictures: Tensor) -> Tensor:
-        """How unlikely the latents are."""
+        """Return how unlikely the latents are."""
         if not self._divergence or self._squash:
             return super().penalty(flat, pictures)
         variance, mean = torch.var_mean(self._latents(flat), 1, correction=0)

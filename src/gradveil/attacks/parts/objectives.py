@@ -1,7 +1,8 @@
-r"""How far a guessed update is from the one seen: one number a target.
+r"""The distance between a guessed update and the one seen: one number per target.
 
-Guess and target are tensors by name, each (T, shape of the parameter); the result is (T,). Weights (a factor by name,
-by default one) and masks (1 where an entry counts, (T, ...) or (...)) let an attacker leave out what a defence spoiled.
+Guess and target are tensors by name, each (T, shape of the parameter); the result is (T,). Weights (a factor per
+tensor, by default 1) and masks (1 for entries that count, (T, ...) or (...)) let an attacker leave out what a defence
+changed.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,15 +21,15 @@ class Objective:
 
     ``l2``: :math:`\sum_l w_l \|g_l - \hat g_l\|_2^2` (DLG); ``l1``: :math:`\sum_l w_l \|g_l - \hat g_l\|_1`;
     ``cosine``: :math:`1 - \langle g, \hat g\rangle / \|g\| \|\hat g\|` over all layers together (GS), where
-    :math:`w_l` scales both inner product and norms. ``l2+norm`` is l2 plus its root, what GRNN's code takes for a
+    :math:`w_l` scales both inner product and norms. ``l2+norm`` is l2 plus its root, which GRNN's code calls a
     Wasserstein distance; ``l2+sliced`` is l2 plus a true one, :math:`\\sum_l w_l W_2(g_l, \\hat g_l)`: the rows of each
     weight (the entries of a bias) are points, and their distance is taken along `SLICES` random directions.
 
     Attributes:
         kind: l2, l1, cosine, l2+norm or l2+sliced.
-        weights: factor of each tensor's term; 0 leaves it out, absent is 1.
-        masks: which entries count, by name; absent is all.
-        relative: whether the distance is divided by that of a zero guess, so that 1 is no better than nothing.
+        weights: factor of each tensor's term; 0 leaves it out, and missing names have 1.
+        masks: which entries count, by name; missing names count in full.
+        relative: whether the distance is divided by that of a zero guess, so that a guess of zero has distance 1.
     """
 
     kind: str = "l2"
@@ -41,7 +42,7 @@ class Objective:
             raise UnknownNameError("objective", self.kind, _KINDS)
 
     def __call__(self, guess: Tensors, target: Tensors) -> Tensor:
-        """The distance of each target, (T,)."""
+        """Return the distance (T,) of each target."""
         pairs = []
         for name, wanted in target.items():
             weight = self.weights.get(name, 1.0)
@@ -54,7 +55,7 @@ class Objective:
         return distance / _of_nothing(self.kind, pairs) if self.relative else distance
 
     def of_nothing(self, target: Tensors) -> Tensor:
-        """The distance of a zero guess, (T,): what any loss is to be measured by."""
+        """Return the distance (T,) of a zero guess, the reference for any loss."""
         zero = {name: torch.zeros_like(tensor) for name, tensor in target.items()}
         return self(zero, target)
 
@@ -76,13 +77,13 @@ def _l1(pairs: Pairs) -> Tensor:
 
 
 def _cosine(pairs: Pairs) -> Tensor:
-    """Half the squared distance of the two unit vectors: 1 - cosine, but exact where both nearly agree."""
+    """Return half the squared distance of the unit vectors: 1 - cosine, but exact if both nearly agree."""
     ours = torch.stack([weight * guess.square().sum(1) for guess, _, weight in pairs]).sum(0)
     theirs = torch.stack([weight * aim.square().sum(1) for _, aim, weight in pairs]).sum(0)
     tiny = torch.finfo(ours.dtype).tiny
     ours_inverse, theirs_inverse = (square.clamp_min(tiny).rsqrt()[:, None] for square in (ours, theirs))
     apart = [weight * (guess * ours_inverse - aim * theirs_inverse).square().sum(1) for guess, aim, weight in pairs]
-    directionless = (ours == 0).to(ours) + (theirs == 0).to(ours)  # a zero vector is at right angles to all
+    directionless = (ours == 0).to(ours) + (theirs == 0).to(ours)  # a zero vector counts as orthogonal to all
     return (torch.stack(apart).sum(0) + directionless) / 2
 
 
@@ -92,29 +93,29 @@ def _l2_and_norm(pairs: Pairs) -> Tensor:
 
 
 def _l2_and_sliced(pairs: Pairs) -> Tensor:
-    """Of pairs (T, points, coordinates)."""
+    """Return l2 plus the sliced Wasserstein distance, of pairs (T, points, coordinates)."""
     square = _l2([(guess.flatten(1), aim.flatten(1), weight) for guess, aim, weight in pairs])
     apart = [weight * sliced_wasserstein(guess, aim) for guess, aim, weight in pairs]
     return square + torch.stack(apart).sum(0)
 
 
 def _points(tensor: Tensor) -> tuple[int, int, int]:
-    """How a gradient (T, outputs, ...) is read as points: one an output."""
+    """Return the shape of a gradient (T, outputs, ...) as points, one per output."""
     points = tensor.shape[1] if tensor.dim() > 1 else 1
     return len(tensor), points, tensor[0].numel() // max(points, 1)
 
 
 SLICES = 32
-"""Directions that a sliced distance is the mean over."""
+"""Directions that a sliced distance averages over."""
 
 
 def sliced_wasserstein(first: Tensor, second: Tensor) -> Tensor:
-    r"""(T,) the distance of two clouds of as many points, (T, points, coordinates).
+    r"""Return the distance (T,) of two clouds of equally many points, (T, points, coordinates).
 
     .. math:: \Big(\text{mean}_\theta\, \text{mean}_i\, (a^\theta_{(i)} - b^\theta_{(i)})^2\Big)^{1/2}
 
     with the points' coordinates :math:`a^\theta` along a unit vector :math:`\theta`, sorted. The directions are fixed;
-    for points of one coordinate it is the exact distance.
+    for points with one coordinate the distance is exact.
 
     Reference: Bonneel et al. 2015, https://doi.org/10.1007/s10851-014-0506-3, Definition 2.
 

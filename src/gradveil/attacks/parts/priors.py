@@ -1,4 +1,4 @@
-r"""What an attacker believes of images before it has seen anything: a penalty, one number an image.
+r"""Penalties on implausible images: one number per image.
 
 All take images (N, C, H, W) of any channel count and return (N,).
 """
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def total_variation(images: Tensor, *, isotropic: bool = False) -> Tensor:
-    r"""Mean absolute difference of neighbours.
+    r"""Return the mean absolute difference of neighbouring pixels.
 
     Anisotropic (GS): :math:`\text{mean}|x_{i+1,j} - x_{ij}| + \text{mean}|x_{i,j+1} - x_{ij}|`; isotropic: the mean of
-    :math:`\sqrt{dx^2 + dy^2}` where both neighbours exist.
+    :math:`\sqrt{dx^2 + dy^2}` over pixels that have both neighbours.
 
     Example:
         >>> total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))
@@ -28,17 +28,17 @@ def total_variation(images: Tensor, *, isotropic: bool = False) -> Tensor:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """The mean of each image, 0 where there are no neighbours (a height or width of 1)."""
+    """Return the mean of each image, or 0 if it has no neighbours (a height or width of 1)."""
     return values.flatten(1).sum(1) / max(1, values[0].numel())
 
 
 def squared_norm(images: Tensor) -> Tensor:
-    """Mean square of the pixels."""
+    """Return the mean square of the pixels."""
     return images.square().flatten(1).mean(1)
 
 
 def group_consistency(images: Tensor) -> Tensor:
-    r"""Squared distance of each of several seeds' guesses from their mean (GradInversion, Eq. 11).
+    r"""Return the squared distance of each seed's guess from the mean of all seeds (GradInversion, Eq. 11).
 
     Args:
         images: (seeds, N, C, H, W).
@@ -55,13 +55,13 @@ def group_consistency(images: Tensor) -> Tensor:
 def batch_norm_distance(
     seen: Mapping[str, tuple[Tensor, Tensor]], wanted: Mapping[str, tuple[Tensor, Tensor]]
 ) -> Tensor:
-    r"""Distance of batch statistics, layer by layer.
+    r"""Return the distance between batch statistics, summed over layers.
 
     .. math:: \sum_l \|\mu_l - \hat\mu_l\|_2 + \|\sigma^2_l - \hat\sigma^2_l\|_2
 
     Args:
         seen: mean and variance (T, channels) of the guesses by layer.
-        wanted: those to match, (T, channels) or (channels,).
+        wanted: the statistics to match, (T, channels) or (channels,).
 
     Returns:
         (T,).

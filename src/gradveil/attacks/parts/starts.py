@@ -1,4 +1,4 @@
-"""Where a search begins: noise, a pattern, or what an attacker takes for a likely picture."""
+"""Where a search begins: noise, a pattern, or a likely picture."""
 
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from gradveil.threat import Knowledge, Observation
 
 STARTS = ("normal", "uniform", "patterned", "grey", "class-average", "public")
 NEEDS = {"class-average": frozenset({Knowledge.CLASS_AVERAGES}), "public": frozenset({Knowledge.PUBLIC_DATA})}
-"""What must be granted for a start."""
+"""Knowledge that a start needs."""
 _PATTERN = 4
 
 
 def check_start(start: str) -> None:
-    """Raise unless ``start`` is a known one or the path of a picture."""
+    """Raise UnknownNameError unless ``start`` is a known start or the path of a picture."""
     if start not in STARTS and not start.lower().endswith(PICTURE_ENDINGS):
         raise UnknownNameError("start", start, [*STARTS, "a picture's path"])
 
@@ -27,20 +27,20 @@ def check_start(start: str) -> None:
 def begin(
     start: str, seen: Observation, labels: Tensor | None, rows: int, batch_size: int, space: Space, rng: torch.Generator
 ) -> Tensor:
-    """First guesses (rows, batch_size * C * H * W) in normalised space.
+    """Return the first guesses (rows, batch_size * C * H * W) in normalised space.
 
     ``normal``: N(0, 1) (DLG, GS). ``uniform``: pixels from U(0, 1). ``patterned``: a random 4 x 4 tile repeated
     (breaching's modern settings). ``grey``: mid-grey. ``class-average``: the mean image of each label's class, which
-    must be granted (DCS2's adaptive attack). ``public``: images of the public data, which must be granted. A path: that
-    picture, resized.
+    must be granted (DCS2's adaptive attack). ``public``: images of the public data, which must be granted. A path: the
+    picture in this file, resized.
 
     Args:
-        start: as above.
-        seen: for class averages and public data.
+        start: one of the names above, or a path.
+        seen: has class averages and public data.
         labels: (rows, batch_size), for class averages.
-        rows: how many searches.
-        batch_size: images in each.
-        space: where guesses live.
+        rows: the number of searches.
+        batch_size: images per search.
+        space: the space of the guesses.
         rng: a CPU generator.
     """
     check_start(start)
@@ -59,7 +59,8 @@ def begin(
     elif start == "class-average":
         if labels is None:
             raise ConfigError(
-                "start=class-average needs an attack that fixes labels first (idlg, gs), got one without."
+                "start=class-average needs an attack that fixes labels first, got one that searches them. "
+                "Use idlg or gs, or another start."
             )
         known = labels.to(seen.class_averages.device)
         pixels = seen.class_averages[known if known.dim() == 2 else known.argmax(2)]

@@ -1,4 +1,4 @@
-"""BatchNorm statistics: of guesses, and what an attacker takes for those of the private batch."""
+"""BatchNorm statistics of guesses, and an attacker's estimate of those of the private batch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ Statistics = Mapping[str, tuple[Tensor, Tensor]]
 
 @contextmanager
 def watched(network: nn.Module) -> Iterator[Callable[[int], Statistics]]:
-    """Within, forward passes are watched; the function yields the last one's statistics for so many groups."""
+    """Watch forward passes, and give a function that returns the last one's statistics for a number of groups."""
     with inputs_of(network, batch_norms(network)) as inputs:
 
         def statistics(groups: int) -> Statistics:
@@ -32,17 +32,17 @@ def watched(network: nn.Module) -> Iterator[Callable[[int], Statistics]]:
 
 
 def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
-    """BatchNorm layers by name."""
+    """Return the BatchNorm layers by name."""
     return {name: layer for name, layer in network.named_modules() if isinstance(layer, _BatchNorm)}
 
 
 def likely_statistics(seen: Observation) -> Statistics:
-    r"""What an attacker takes for the statistics of each client's batch, (T, channels); empty without BatchNorm.
+    r"""Return the likely statistics (T, channels) of each client's batch; empty without BatchNorm.
 
-    Those granted. Else those that changed running statistics give away: after one step with momentum m a client sends
-    :math:`m (\mu_{batch} - \mu_{running})`, so the batch's own follow (the variance but for a factor n / (n - 1)).
-    Else the running statistics of the broadcast network, which stand for the training data at large (GradInversion),
-    where they were ever trained.
+    These are the granted ones, if any. Otherwise they follow from changed running statistics: after one step with
+    momentum m, a client sends :math:`m (\mu_{batch} - \mu_{running})`, which gives the batch's own (the variance up to
+    a factor n / (n - 1)). Otherwise they are the running statistics of the broadcast network, which describe the training
+    data as a whole (GradInversion), unless these were never trained.
     """
     if seen.knows(Knowledge.BATCH_STATISTICS):
         return seen.batch_statistics

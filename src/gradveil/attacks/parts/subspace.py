@@ -1,4 +1,4 @@
-"""Random directions in which a boundary is felt for: of all images, or of a smaller space that matters."""
+"""Random directions for probing a decision boundary: from all images, or from a subspace."""
 
 import math
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class Subspace:
     """A linear subspace of images from which random directions are drawn.
 
     Attributes:
-        kind: full (all images), resized (small images, enlarged bilinearly), dct (low frequencies) or pca (main
+        kind: full (all images), resized (small images, upsampled bilinearly), dct (low frequencies) or pca (principal
             components of given images).
         shape: (C, H, W) of an image.
-        reduction: by how much the sides of a small image, or of the corner of low frequencies, are shorter; pca has as
-            many components as such an image has pixels.
-        components: (dimension, C * H * W), orthonormal; of pca only.
+        reduction: factor by which the sides of a small image, or of the block of low frequencies, are shorter; pca has
+            as many components as a small image has pixels.
+        components: (dimension, C * H * W), orthonormal; only for pca.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Subspace:
 
     @staticmethod
     def of(kind: str, images: Tensor, reduction: int) -> "Subspace":
-        """The subspace for images (N, C, H, W), which pca takes its components from."""
+        """Return the subspace for images (N, C, H, W), whose principal components pca uses."""
         channels, height, width = images.shape[1:]
         space = Subspace(kind, (channels, height, width), reduction)
         if kind != "pca":
@@ -48,13 +48,13 @@ class Subspace:
 
     @property
     def dimension(self) -> int:
-        """How many independent directions there are."""
+        """The number of independent directions."""
         if self.components is not None:
             return len(self.components)
         return self.shape[0] * math.prod(self.shape[1:] if self.kind == "full" else self.small)
 
     def directions(self, count: int, rng: torch.Generator) -> Tensor:
-        """(count, C, H, W): random images of the subspace, each of length 1, on the CPU's generator."""
+        """Return random images (count, C, H, W) of the subspace, each of length 1; ``rng`` is a CPU generator."""
         channels, height, width = self.shape
         if self.components is not None:
             draws = torch.randn(count, len(self.components), generator=rng)
@@ -73,7 +73,7 @@ class Subspace:
 
 
 def cosines(size: int) -> Tensor:
-    r"""(size, size): the orthonormal DCT-II, a frequency a row, low ones first.
+    r"""Return the orthonormal DCT-II (size, size), one frequency per row, low ones first.
 
     .. math:: A_{kn} = \sqrt{\tfrac{2 - [k = 0]}{N}} \cos\frac{\pi k (2n + 1)}{2N}
 
