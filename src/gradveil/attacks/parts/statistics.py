@@ -41,8 +41,8 @@ def likely_statistics(seen: Observation) -> Statistics:
 
     These are the granted ones, if any. Otherwise they follow from changed running statistics: after one step with
     momentum m, a client sends :math:`m (\mu_{batch} - \mu_{running})`, which gives the batch's own (the variance up to
-    a factor n / (n - 1)). Otherwise they are the running statistics of the broadcast network, which describe the training
-    data as a whole (GradInversion), unless these were never trained.
+    a factor n / (n - 1)). Otherwise they are the running statistics of the broadcast network, which describe the
+    training data as a whole (GradInversion), unless these were never trained.
     """
     if seen.knows(Knowledge.BATCH_STATISTICS):
         return seen.batch_statistics
