@@ -46,11 +46,11 @@ def one(**settings):
 def test_every_kind_has_its_components_under_the_names_of_the_design():
     assert BASES.keys() <= FOLDERS.keys()
     models = "convnet densenet121 lenet-dlg lenet5 logistic mlp resnet18 resnet20 resnet32 resnet34 vgg16"
-    assert list(components("models")) == models.split()
+    assert set(models.split()) <= components("models").keys()
     assert {"chain", "none"} <= components("defences").keys()
     assert list(components("partitions")) == ["by-class", "dirichlet", "iid", "label-parts"]
     sets = "celeba cifar10 cifar100 fashion-mnist mnist mnist-5k svhn tiny-imagenet"
-    assert list(components("datasets")) == sets.split()
+    assert set(sets.split()) <= components("datasets").keys()
 
 
 @pytest.mark.parametrize("kind", BASES)

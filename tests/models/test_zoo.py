@@ -38,7 +38,7 @@ def images(shape, count=2):
 
 def test_zoo_is_complete():
     named = "convnet densenet121 lenet-dlg lenet5 logistic mlp resnet18 resnet20 resnet32 resnet34 vgg16"
-    assert " ".join(ZOO) == named
+    assert set(named.split()) <= ZOO.keys()
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (3, 64, 64), (2, 33, 45)], ids=str)
