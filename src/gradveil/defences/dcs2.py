@@ -1,4 +1,4 @@
-"""Concealed samples: images that imitate the gradients of sensitive ones and look quite different."""
+"""DCS2: add concealed samples, which imitate the gradients of sensitive images but look very different."""
 
 import copy
 from collections.abc import Mapping
@@ -19,60 +19,66 @@ from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
 
 _TOGETHER = 32
-"""Sensitive images that are concealed together; more do not fit a CPU's cache."""
+"""Number of sensitive images that are concealed together; more do not fit a CPU's cache."""
 _DECAYS = (3 / 8, 5 / 8, 7 / 8)
-"""Shares of the steps after which the rate falls to a tenth."""
+"""Shares of the steps after which the learning rate falls to a tenth."""
 
 
 @dataclass(frozen=True)
 class Dcs2(Defence):
-    r"""Add a concealed sample for each sensitive image to the batch, and keep the sum from pointing backwards.
+    r"""Add the gradient of a concealed sample for each sensitive image, without opposing the true gradient.
 
-    For a sensitive image x with label y the concealed sample c, with the label z of its start, is where
+    For a sensitive image x with label y, the concealed sample c has the label z of the image where its search starts.
+    The search minimises
 
     .. math::
         1 - \cos(\nabla_\theta L(c, z), \nabla_\theta L(x, y)) + e^{-\lambda_x \|c - x\|_2}
             + \lambda_z \left( \frac{\|f(c) - f(x)\|_2}{\|f(x)\|_2} - \epsilon \right)
 
-    is small: Adam, at most ``steps`` steps, rate falling to a tenth after 3/8, 5/8 and 7/8 of them, and no further once
-    c is ``far`` from x. f are the logits, and distances are in normalised pixels. With g the gradient of the batch as
-    it was, N its size, what is sent is
+    by Adam, with at most ``steps`` steps and a learning rate that falls to a tenth after 3/8, 5/8 and 7/8 of them; it
+    stops once the distance of c from x exceeds ``far``. Here f are the logits, and distances are in normalised pixels.
+    With g the original gradient of the batch and N the batch size, the gradient sent is :math:`g_c`, or
+    :math:`\hat g` if :math:`g_c` opposes g:
 
     .. math::
         g_c = \frac 1d \Big( g + \frac 1N \sum_c \nabla_\theta [\lambda_g L(c, z) + (1 - \lambda_g) L(c, y)] \Big)
 
     .. math::
         \hat g = g_c + v g, \quad v = \max(m, -\langle g, g_c \rangle / \langle g, g \rangle)
-        \text{ where } \langle g, g_c \rangle < 0
+        \text{ if } \langle g, g_c \rangle < 0
 
-    Only images marked sensitive are concealed. Concealed samples see the network in evaluation mode.
+    Only images marked sensitive are concealed. Gradients of concealed samples are computed in evaluation mode.
 
-    Threat model: a curious server that takes the update for that of the client's images alone.
-    Does not protect: single images whose label is known against an attacker who takes the concealed sample's part out
-        of the gradient (countermove ``separate``): on LeNet they come back as if there were no defence; nor against one
-        who searches concealed samples beside the images (``joint``); the labels, as far as classes that are present go.
-        Concealed samples are far outside the range of pixels unless ``box`` is set, so whoever sees them knows them.
+    Threat model: an honest-but-curious server that assumes that the update comes from the client's images only.
+    Does not protect: a single image with a known label against an attacker who removes the concealed sample's part from
+        the gradient (countermove ``separate``): on LeNet the image is recovered as if there were no defence. Nor does
+        it protect against an attacker who searches for concealed samples together with the images (``joint``), or hide
+        which classes are present. Unless ``box`` is set, concealed samples are far outside the range of pixels, so
+        whoever sees them can tell them apart.
     Guarantee: none.
     Reference: Wu et al. 2024, https://arxiv.org/abs/2209.05724, Equations 9 to 12 and Algorithm 1.
-    Differs from the paper: where it is silent the authors' code is followed: distances in normalised pixels, the stop
-        when far enough, Adam. It divides the sum by 3 (``divisor=3``) and solves the projection with a margin of 0.5
-        (``margin=0.5``). Here every image stops by itself, where the code stops by the mean over the batch.
+    Differs from the paper: details that the paper leaves open follow the authors' code: distances in normalised pixels,
+        the stop at a distance, and Adam. That code also divides the sum by 3 (``divisor=3``) and solves the projection
+        with a margin of 0.5 (``margin=0.5``). Here the search stops for each image separately; in the code it stops by
+        the mean distance over the batch.
 
     Attributes:
-        start: ``other`` begins at another image: one of the client's that is not sensitive, else a public one, else
-            noise; ``noise`` at N(0, 1) with a random label; ``mixup`` at 0.7 of the other image and 0.3 of the
-            sensitive one; ``aux`` at a public image.
-        steps: of Adam at most.
-        lr: its rate.
-        lambda_x: decay of the reward for distance; the paper has 0.01, for Tiny-ImageNet 0.001.
-        lambda_z: weight of the logits' distance; 0.01, for CelebA 0.1.
-        epsilon: the logits' relative distance that counts as none; a constant.
-        lambda_g: share of the concealed sample's own label.
-        far: distance from the image at which a concealed sample is done; 300 (MNIST) to 500 (CIFAR-10), 0 never stops.
-        box: whether concealed samples stay inside [0, 1]; the paper doesn't say, the authors' code has no bound.
-        ratio: sensitive images for each concealed sample; one of so many is concealed, beginning at random.
-        divisor: d, what the sum is divided by.
-        margin: m, the least share of the batch's own gradient that a projection adds.
+        start: where the search starts. ``other``: at another image, which is one of the client's that is not sensitive,
+            or else a public image, or else noise; ``noise``: at N(0, 1) with a random label; ``mixup``: at 0.7 of the
+            other image plus 0.3 of the sensitive one; ``aux``: at a public image (``--aux``).
+        steps: largest number of Adam steps.
+        lr: learning rate of Adam.
+        lambda_x: decay of the reward for distance; the paper uses 0.01, and 0.001 for Tiny-ImageNet.
+        lambda_z: weight of the distance between logits; the paper uses 0.01, and 0.1 for CelebA.
+        epsilon: ε, relative distance between logits that is tolerated; a constant in the objective.
+        lambda_g: share of the concealed sample's own label z; the rest is the label y of the sensitive image.
+        far: distance from the image at which the search stops; the paper uses 300 (MNIST) to 500 (CIFAR-10), and 0
+            never stops.
+        box: whether concealed samples stay inside [0, 1]; the paper does not say, and the authors' code has no bound.
+        ratio: number of sensitive images per concealed sample; every ``ratio``-th one is concealed, from a random first
+            one.
+        divisor: d, by which the sum is divided.
+        margin: m, the smallest share of the batch's own gradient that the projection adds.
     """
 
     uses_aux: ClassVar[bool] = True
@@ -104,7 +110,7 @@ class Dcs2(Defence):
         object.__setattr__(self, "needs_aux", self.start == "aux")
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
-        """Add the concealed samples' gradients; a batch without sensitive images passes as it is."""
+        """Add the gradients of concealed samples; without sensitive images the gradient does not change."""
         first = int(torch.randint(self.ratio, (), generator=client.rng)) if self.ratio > 1 else 0
         chosen = batch.sensitive.nonzero()[first :: self.ratio, 0]
         if not len(chosen):
@@ -120,12 +126,13 @@ class Dcs2(Defence):
         return projected(whole, gradient, self.margin)
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Take the concealed sample's part out of the gradient (``separate``), or search it too (``joint``).
+        """Return ``separate``, which removes the concealed sample's part from the gradient, and ``joint``.
 
-        Eq. 10 adds the gradient of one more image, whose label is a mixture of two, for cross-entropy is linear in
-        labels. Where it can't be taken out (batches, unknown labels), ``separate`` is ``joint``, with a soft label that
-        is searched too. Where ``ratio`` leaves images without a concealed sample, a gradient of rank one at the last
-        layer tells so; in batches nobody can say whose concealed samples are.
+        ``joint`` searches for the concealed sample together with the image. Since cross-entropy is linear in labels,
+        Eq. 10 adds the gradient of one more image whose label is a mixture of two. If that part cannot be removed
+        (several images, or unknown labels), ``separate`` does the same as ``joint``, with a soft label that is searched
+        too. If ``ratio`` leaves an image without a concealed sample, the gradient of the last layer has rank one, which
+        shows it; in batches it is not known which images have concealed samples.
         """
         scaled = None if self.divisor == 1 else partial(_times, factor=1 / self.divisor)
         whole = None if self.divisor == 1 else lambda seen: _times(seen, seen, factor=self.divisor)
@@ -133,7 +140,7 @@ class Dcs2(Defence):
         return {"separate": replace(joint, sent=None, look=whole, separate=True), "joint": joint}
 
     def conceal(self, network: nn.Module, sensitive: Batch, client: Client) -> Batch:
-        """A concealed sample for each image; labels are those of their starts, as probabilities."""
+        """Return a concealed sample for each image; its label, as probabilities, is that of its start."""
         with torch.no_grad():
             num_classes = network(sensitive.images[:1]).shape[1]
         begun = self._starts(sensitive, num_classes, client)
@@ -144,7 +151,7 @@ class Dcs2(Defence):
         return Batch(torch.cat(parts), begun.labels, sensitive.sensitive)
 
     def _search(self, network: nn.Module, sensitive: Batch, begun: Tensor, labels: Tensor) -> Tensor:
-        """Eq. 9 for some images at once, in normalised pixels; returns pixels."""
+        """Minimise Eq. 9 for several images together, in normalised pixels; return pixels."""
         space = _space(network, begun)
         truth = space.from_pixels(sensitive.images)
         wanted = _flat(example_gradients(network, sensitive.images, sensitive.labels))
@@ -170,13 +177,16 @@ class Dcs2(Defence):
                 if not bool(going.any()):
                     break
         if not bool(concealed.isfinite().all()):
-            raise DefenceError("Defence 'dcs2' found no finite concealed sample. Lower lr, or the learning rate.")
+            raise DefenceError(
+                "Defence 'dcs2' found no finite concealed sample. Lower its setting lr, or the clients' learning rate "
+                "(--lr)."
+            )
         return space.to_pixels(concealed)
 
     def _loss(
         self, network: nn.Module, pixels: Tensor, labels: Tensor, away: Tensor, wanted: Tensor, logits: Tensor
     ) -> Tensor:
-        """Eq. 9, (N,)."""
+        """Return the objective of Eq. 9 (N,)."""
         gradients, ours = gradients_and_outputs(network, pixels, labels)
         alike = F.cosine_similarity(_flat(gradients), wanted, dim=1)
         tiny = torch.finfo(logits.dtype).tiny
@@ -186,7 +196,7 @@ class Dcs2(Defence):
         return loss
 
     def _gradient(self, network: nn.Module, sensitive: Batch, concealed: Batch, names: Tensors) -> dict[str, Tensor]:
-        """Sum over concealed samples of the two losses of Eq. 10."""
+        """Return the gradient of the two losses of Eq. 10, summed over concealed samples."""
         own = _probabilities(sensitive.labels, concealed.labels.shape[1]).to(concealed.labels)
         mixed = self.lambda_g * concealed.labels + (1 - self.lambda_g) * own
         parameters = {name: p for name, p in network.named_parameters() if name in names and p.requires_grad}
@@ -196,7 +206,7 @@ class Dcs2(Defence):
         return {n: g.to(names[n]) for n, g in zip(parameters, found, strict=True) if g is not None}
 
     def _starts(self, sensitive: Batch, num_classes: int, client: Client) -> Batch:
-        """Where the search begins, and the labels that concealed samples keep."""
+        """Return the images where the search starts, and the labels that the concealed samples keep."""
         rng, images = client.rng, sensitive.images
         others = client.data[~client.data.sensitive] if self.start in ("other", "mixup") else None
         pool = others if others is not None and len(others) else client.aux
@@ -210,7 +220,7 @@ class Dcs2(Defence):
         else:
             drawn = pool[torch.randint(len(pool), (len(images),), generator=rng).to(pool.images.device)]
             begun, labels = drawn.images.to(images), drawn.labels
-            strange = labels >= num_classes  # public images may be of other classes
+            strange = labels >= num_classes  # public images may have other classes
             if bool(strange.any()):
                 labels = torch.where(
                     strange, torch.randint(num_classes, labels.shape, generator=rng).to(labels), labels
@@ -220,10 +230,10 @@ class Dcs2(Defence):
 
 
 def projected(gradient: Tensors, reference: Tensors, margin: float = 0.0) -> dict[str, Tensor]:
-    r"""Eqs. 11 and 12 in closed form: the nearest gradient that does not point against the reference.
+    r"""Return the nearest gradient that does not point against the reference (Eqs. 11 and 12 in closed form).
 
-    Where :math:`\langle g, g_c \rangle < 0`, a share v of the reference is added, the least :math:`v \ge m` that makes
-    the product zero or more.
+    If :math:`\langle g, g_c \rangle < 0`, a share v of the reference is added: the smallest :math:`v \ge m` that makes
+    the inner product zero or positive.
 
     Example:
         >>> projected({"w": torch.tensor([-1.0, 1.0])}, {"w": torch.tensor([2.0, 0.0])})["w"]
@@ -243,7 +253,7 @@ def _space(network: nn.Module, images: Tensor) -> Space:
 
 
 def _flat(gradients: Tensors) -> Tensor:
-    """Gradients (N, ...) by name as (N, numbers)."""
+    """Concatenate gradients (N, ...) by name to (N, numbers)."""
     return torch.cat([tensor.flatten(1) for tensor in gradients.values()], 1)
 
 

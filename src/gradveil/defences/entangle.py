@@ -1,4 +1,4 @@
-"""Model Entanglement: the most revealing entries of an update are replaced by those of a guard on public data."""
+"""Model Entanglement: replace the most revealing entries of an update by those of a guard trained on public data."""
 
 import copy
 import math
@@ -20,17 +20,18 @@ from gradveil.types import Tensors, Update
 from gradveil.validate import in_range, one_of
 
 _TOGETHER = 8
-"""Products with the Jacobian that are taken together."""
+"""Number of Jacobian products that are computed together."""
 _SAME = 1e-4
-"""Numbers that differ by less than this share of their size count as the same; they went through float32."""
+"""Numbers count as equal if their relative difference is below this, as they went through float32."""
 
 
 @dataclass(frozen=True)
 class Entangle(Defence):
-    r"""Replace the columns of each fully connected layer that consume the most revealing representations.
+    r"""Replace the columns of each fully connected layer that use the most revealing features by a guard's columns.
 
-    A guard client trains on public data before the others in each round, and its update :math:`g^0` is broadcast. With
-    r the input of a layer, and X the image, a private client sends
+    In each round a guard, a client with public data, trains before the others, and its update :math:`\Delta^0` is
+    broadcast. With r the F input features of a layer (the paper's representation), and X the image, a private client
+    sends
 
     .. math::
         s_i = \frac{|r_i|}{\|\nabla_X r_i\|_2}, \qquad
@@ -41,36 +42,41 @@ class Entangle(Defence):
         A = \frac 1N \sum_j \left| \frac{\Delta_j}{w_j} \right|, \qquad
         \mu = \frac{1 - 3 e^{-A}}{10\,(1 + e^{-A})} + (1 - \beta)
 
-    where :math:`\Delta` is the change of the weights in the round and w their values before it. Scores are means over
-    a few of the client's own images, on its trained network. Entries with w = 0 are left out of the sum and of N, and
-    :math:`\mu` is kept in [0, 1]. The guard sends its own update as it is, and takes part in every round, beside the
-    clients that are drawn. It trains on the images of ``--aux``, which no private client has; without them on its own
-    part of the data, which then counts as public. A client to whom no guard's update came sends nothing.
+    where :math:`\Delta` is the change of the N weights in the round and w their values before it. Scores are means over
+    a few of the client's own images, computed with its trained network. Weights with w = 0 do not count in the sum or
+    in N, and :math:`\mu` is clamped to [0, 1]. The guard sends its update unchanged, and takes part in every round in
+    addition to the sampled clients. It trains on the images of ``--aux``, which no private client has; without
+    ``--aux`` it trains on its own part of the data, which then counts as public. A client that got no guard's update
+    sends nothing.
 
-    Threat model: a curious server that matches single updates as they are.
-    Does not protect: against a server that looks at the guard's update, which it broadcast itself: it leaves the
-        replaced entries out of the match, and the rest determines the image as well. Without that update it finds the
-        same entries in many clients' updates, or leaves out the whole layers. A server that colludes with the guard
-        learns nothing beyond what it has. Nor does it protect BatchNorm's statistics, which are sent as they are.
+    Threat model: an honest-but-curious server that matches all entries of individual updates.
+    Does not protect: against a server that uses the guard's update, which it broadcast itself: it leaves the replaced
+        entries out of the match, and the others determine the image as well. Without the guard's update it can find
+        equal entries in the updates of several clients, or leave out whole layers. Collusion with the guard tells the
+        server nothing new. BatchNorm's running statistics are sent unchanged and not protected.
     Guarantee: none.
     Reference: Model Entanglement for solving privacy preserving in federated learning (ICLR 2025 submission, anonymous
         authors), Section 4, Equations 9 and 10.
-    Differs from the paper: its text says that the adaptive part of Eq. 10 lies in (0, 0.1); for A >= 0 it lies in
-        [-0.1, 0.1), and is used as it stands. It leaves open which entries are adjacent to r (``reach``), how |f'(r)|
-        is taken (here as in Soteria, by ``probes``), on how many images, and what zero weights do to A.
+    Differs from the paper: the paper says that the adaptive part of Eq. 10, the fraction, lies in (0, 0.1); for A >= 0
+        it lies in [-0.1, 0.1), and we use the equation as printed. The paper leaves open which entries are adjacent to
+        r (``reach``), how |f'(r)| is computed (here as in Soteria, see ``probes``), on how many images, and how zero
+        weights count in A.
 
     Attributes:
-        beta: share that stays the client's own, about, in (0.1, 0.9); the paper's choice is 0.7.
-        guards: clients that are guards. Of several, each private client draws a secret mixture anew in each round.
-        aggregate: whether the guards' updates are aggregated too, by the number of their images.
-        reach: ``columns`` of the layers that consume r; ``rows`` adds those of the Linears that produce it, with their
-            biases; ``channels`` does both for convolutions too, but for the first one's columns, with the norm of a
-            channel's map as r. The producer is the layer defined before, if it is as wide: filters that feed a
-            flattened layer stay, and networks with skip connections are entangled in part.
-        layers: names of the Linears, written a/b; none is all of them.
-        images: how many images the scores are taken over.
-        probes: random forward-mode products for the norms; 0 takes them exactly, one backward pass a feature.
-        noise: standard deviation of noise on replaced entries, relative to the guard's root mean square in the tensor.
+        beta: approximate share of the columns that stay the client's own, in (0.1, 0.9); the paper uses 0.7.
+        guards: numbers of the clients that are guards. If there are several, each private client draws a secret random
+            mean of their updates in each round.
+        aggregate: whether the guards' updates are aggregated too, weighted by their numbers of images.
+        reach: which entries are replaced. ``columns``: those of the layers that get r; ``rows``: also the rows and
+            biases of the ``nn.Linear`` layers that produce r; ``channels``: both for convolutions too, except for the
+            columns of the first one, with the norm of a channel's feature map as r. The layer that produces r is taken
+            to be the one defined before, if its width matches. So filters that feed a flattened layer are not replaced,
+            and networks with skip connections are replaced only in part.
+        layers: names of the ``nn.Linear`` layers, joined by ``/``; if empty, all of them.
+        images: number of images over which scores are averaged.
+        probes: number of random forward-mode products that estimate the norms; 0 computes them exactly, by one backward
+            pass per feature.
+        noise: standard deviation of noise on replaced entries, relative to the root mean square of the guard's tensor.
     """
 
     uses_aux: ClassVar[bool] = True
@@ -87,49 +93,53 @@ class Entangle(Defence):
     def __post_init__(self) -> None:
         in_range("beta", self.beta, 0.1, 0.9, open_low=True, open_high=True)
         if not self.guards or len(set(self.guards)) != len(self.guards) or min(self.guards) < 0:
-            raise ConfigError(f"guards must be different clients from 0 on, got {self.guards}.")
+            raise ConfigError(f"guards must be different client numbers, 0 or larger, got {self.guards}. Try guards=0.")
         if len(set(self.layers)) != len(self.layers):
-            raise ConfigError(f"layers must differ from each other, got {'/'.join(self.layers)}.")
+            raise ConfigError(f"layers must differ from each other, got {'/'.join(self.layers)}. Name each layer once.")
         one_of("reach", self.reach, ["columns", "rows", "channels"])
         in_range("images", self.images, 1)
         in_range("probes", self.probes, 0)
         in_range("noise", self.noise, 0)
 
     def early_clients(self, num_clients: int) -> tuple[int, ...]:
-        """The guards; some client must be none."""
+        """Return the guards. Raise `ConfigError` if a guard does not exist, or if all clients are guards."""
         if max(self.guards) >= num_clients or len(self.guards) >= num_clients:
             raise ConfigError(
-                f"guards must be some of the {num_clients} clients, and not all, got {'/'.join(map(str, self.guards))}."
+                f"guards must be some of the {num_clients} clients, and not all, got {'/'.join(map(str, self.guards))}"
+                ". Raise --clients, or set guards to lower numbers."
             )
         return self.guards
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
-        """There must be fully connected layers that are sent, and those that are named."""
+        """Raise `ConfigError` unless fully connected layers are sent, including all in ``layers``."""
         try:
             self._linears(_weighted_layers(network, dict(network.named_parameters())))
         except DefenceError as error:
             raise ConfigError(str(error)) from error
 
     def public(self, early: Mapping[int, Update], server: Server) -> Tensors:
-        """Each guard's update, under its number."""
+        """Broadcast each guard's update, with the guard's number before each tensor's name."""
         missing = [guard for guard in self.guards if guard not in early]
         if missing:
             raise DefenceError(
-                f"Defence 'entangle' needs the update of guard {missing[0]} first, got none. Wait for it."
+                f"Defence 'entangle' needs the update of guard {missing[0]} first, got none. Wait for its update."
             )
         return {f"{guard}.{name}": t for guard in self.guards for name, t in early[guard].tensors.items()}
 
     @property
     def counts_early(self) -> bool:
-        """As ``aggregate`` says."""
+        """Return whether the guards' updates are aggregated: the setting ``aggregate``."""
         return self.aggregate
 
     def on_update(self, update: Update, client: Client) -> Update:
-        """Replace the entries next to the most revealing representations; a guard has nothing to hide."""
+        """Replace the entries next to the most revealing features; a guard's update does not change."""
         if client.id in self.guards:
             return update
         if not len(client.data):
-            raise DefenceError("Defence 'entangle' ranks representations of a client's images, got a client with none.")
+            raise DefenceError(
+                "Defence 'entangle' ranks features of a client's images, got a client with none. Give every client "
+                "images (--partition)."
+            )
         if not all(bool(tensor.isfinite().all()) for tensor in update.tensors.values()):
             raise DefenceError(
                 "Defence 'entangle' needs a finite update, got NaN or infinity. Lower the learning rate."
@@ -150,12 +160,13 @@ class Entangle(Defence):
         return replace(update, tensors=changed)
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Leave out what is the guard's: read off its update, found in several clients' updates, or whole layers.
+        """Return ``guard``, ``repeated``, ``layers`` and ``outliers``: ways to leave out the guard's entries.
 
-        ``guard`` compares with the broadcast update (known without collusion); ``repeated`` needs several clients and
-        one guard; ``layers`` leaves out every Linear's weight; ``outliers`` takes absolute differences, which single
-        foreign entries move little. Under noise nothing repeats, entries count as the guard's where noise around those
-        is the likelier explanation, which is often wrong, and they come last.
+        ``guard`` leaves out entries that equal those of the broadcast update (known without collusion). ``repeated``
+        leaves out entries that several clients share, if there is one guard. ``layers`` leaves out the weight of every
+        ``nn.Linear``. ``outliers`` uses absolute differences, which a few foreign entries change little. With ``noise``
+        no entries repeat, and ``guard`` leaves out those that are more likely noise around the guard's than the
+        client's own; it is often wrong, so it comes last.
         """
         seen = arrived.gradients
         matrices = {name: 0.0 for name, tensor in seen.items() if tensor.dim() == 3}  # (T, out, in)
@@ -172,11 +183,11 @@ class Entangle(Defence):
         return {**moves, **foreign} if self.noise else {**foreign, **moves}
 
     def _mixture(self, guards: Sequence[Tensors], rng: torch.Generator) -> dict[str, Tensor]:
-        """The only guard's update, or a random mean of several."""
+        """Return the update of the only guard, or a random mean of several."""
         if len(guards) != len(self.guards):
             raise DefenceError(
                 f"Defence 'entangle' sends nothing without its guards' updates, got {len(guards)} of "
-                f"{len(self.guards)}. Wait for the guard, or end the round."
+                f"{len(self.guards)}. Wait for the guards, or end the round."
             )
         drawn = torch.empty(len(guards), dtype=torch.float64).exponential_(
             generator=rng
@@ -187,7 +198,10 @@ class Entangle(Defence):
             for name in guards[0]
         }
         if not all(bool(tensor.isfinite().all()) for tensor in mixed.values()):
-            raise DefenceError("Defence 'entangle' needs a finite update of its guard, got NaN or infinity.")
+            raise DefenceError(
+                "Defence 'entangle' needs a finite update of its guard, got NaN or infinity. "
+                "Lower the learning rate (--lr)."
+            )
         return {name: tensor.to(guards[0][name]) for name, tensor in mixed.items()}
 
     def _noise(self, like: Tensor, rng: torch.Generator) -> Tensor:
@@ -197,7 +211,7 @@ class Entangle(Defence):
         return (torch.randn(like.shape, generator=rng, dtype=torch.float64).to(like.device) * size).to(like)
 
     def _spots(self, client: Client, tensors: Tensors) -> "list[_Spot]":
-        """The representations of all layers concerned, with their scores and the entries next to them."""
+        """Return the features of all protected layers with their scores, and the entries next to them."""
         network = copy.deepcopy(client.model).eval()
         weighted = _weighted_layers(network, tensors)
         linears = self._linears(weighted)
@@ -211,12 +225,13 @@ class Entangle(Defence):
         return [self._spot(name, score, weighted, tensors) for name, score in zip(chosen, scores, strict=True)]
 
     def _linears(self, weighted: Mapping[str, nn.Module]) -> list[str]:
-        """The fully connected layers to protect: those named, or all."""
+        """Return the names of the fully connected layers to protect: those in ``layers``, or all."""
         linears = [name for name, layer in weighted.items() if isinstance(layer, nn.Linear)]
         if not linears:
             raise DefenceError(
                 "Defence 'entangle' replaces columns of fully connected layers, but this network trains no nn.Linear, "
-                "or a defence before it in a chain took its weights. Use a model that ends in one, or another order."
+                "or an earlier defence in the chain replaced its weights. Use a model that ends in one (--model), or "
+                "another order of the chain."
             )
         unknown = [name for name in self.layers if name not in linears]
         if unknown:
@@ -238,7 +253,7 @@ class Entangle(Defence):
         return _Spot(scores, tuple(entries))
 
     def _scores(self, network: nn.Module, names: Sequence[str], client: Client) -> list[Tensor]:
-        """For each layer the mean score of each input feature, or of each channel of an input map."""
+        """Return, for each layer, the mean score of each input feature, or of each channel of a feature map."""
         some = torch.randperm(len(client.data), generator=client.rng)[: self.images]
         images = client.data.images[some.to(client.data.images.device)]
         with torch.no_grad():
@@ -247,7 +262,7 @@ class Entangle(Defence):
         if odd:
             raise DefenceError(
                 f"Defence 'entangle' needs layers with an input (images, features), got another at {odd[0]!r}. "
-                "Set layers to others."
+                "Set layers to other nn.Linear layers."
             )
 
         def features(batch: Tensor) -> Tensor:
@@ -258,14 +273,17 @@ class Entangle(Defence):
         found = []
         for name, r, own in zip(names, reached, parts, strict=True):
             if not bool(r.isfinite().all() and own.isfinite().all()):
-                raise DefenceError(f"Defence 'entangle' can rank finite features only, got others at layer {name!r}.")
+                raise DefenceError(
+                    f"Defence 'entangle' can rank finite features only, got NaN or infinity at layer {name!r}. "
+                    "Lower the learning rate (--lr)."
+                )
             units = r.reshape(len(r), r.shape[1], -1).norm(dim=2), own.view(len(r), r.shape[1], -1).norm(dim=2)
             found.append(feature_scores(*units).mean(0))
         return found
 
 
 class _Spot(NamedTuple):
-    """Representations with their scores (units,), and the (tensor, axis) that they index."""
+    """Scores (units,) of a layer's features, and the (tensor, axis) pairs that these features index."""
 
     scores: Tensor
     entries: tuple[tuple[str, int], ...]
@@ -292,10 +310,11 @@ def replacement_rate(change: Tensors, start: Tensors, beta: float) -> float:
 
 
 def foreign_entries(seen: Tensors, guards: Sequence[Tensors], noise: float = 0.0) -> dict[str, Tensor]:
-    """Which columns and rows of the T gradients seen are mixtures of the guards' ones, as bool (T, ...) by name.
+    """Return masks (T, ...) by name of the columns and rows of T seen gradients that are mixtures of the guards'.
 
-    Rows are whole slices along the first axis of a parameter, biases included. With one guard this is equality, but for
-    a factor. ``noise`` is what was added, relative to the guards' root mean square in a tensor.
+    Rows are slices along the first axis of a parameter, biases included. With one guard, they must equal the guard's up
+    to a factor. ``noise`` is the standard deviation of the added noise, relative to the root mean square of the guards'
+    tensor.
     """
     found = {}
     for name, tensor in seen.items():
@@ -315,9 +334,9 @@ def foreign_entries(seen: Tensors, guards: Sequence[Tensors], noise: float = 0.0
 
 
 def _explained(units: Tensor, basis: Tensor, noise: float) -> Tensor:
-    """(T, units) whether a unit's numbers are a mixture of the basis, as far as float32 and noise allow.
+    """Return (T, units) whether a unit's numbers are a mixture of the basis, up to float32 precision and noise.
 
-    Where there are too few numbers to tell, they must equal one of the basis.
+    If there are too few numbers to decide, they must equal one of the basis.
     """
     if basis.shape[1] > basis.shape[2]:
         coefficients = torch.linalg.pinv(basis) @ units.permute(1, 2, 0)  # (units, guards, T)
@@ -325,7 +344,7 @@ def _explained(units: Tensor, basis: Tensor, noise: float) -> Tensor:
     else:
         candidates = basis.permute(2, 0, 1)[:, None]
     off = (units - candidates).norm(dim=-1)  # (candidates, T, units)
-    if noise:  # likelier as noise around the basis than as one of the client's own, by their mean square
+    if noise:  # is noise around the basis more likely than a client's own unit of the usual mean square?
         count, spread = units.shape[-1], units.square().mean().clamp_min(torch.finfo(units.dtype).tiny)
         around = off.square() / noise**2 + 2 * count * math.log(noise)
         likelier: Tensor = around <= units.square().sum(-1) / spread + count * spread.log()
@@ -335,7 +354,7 @@ def _explained(units: Tensor, basis: Tensor, noise: float) -> Tensor:
 
 
 def repeated(seen: Tensors) -> dict[str, Tensor]:
-    """Which entries of the T gradients seen stand in another client's update too, as bool (T, ...) by name.
+    """Return masks (T, ...) by name of the entries of T seen gradients that another client's update has too.
 
     Example:
         >>> repeated({"w": torch.tensor([[1.0, 2.0, 0.0], [1.0, 3.0, 0.0]])})["w"]
@@ -353,13 +372,13 @@ def repeated(seen: Tensors) -> dict[str, Tensor]:
 
 
 def _units(tensor: Tensor, axis: int) -> Tensor:
-    """(T, ...) as (T, units, numbers) with the units along an axis."""
+    """Reshape (T, ...) to (T, units, numbers), with the units along the given axis."""
     moved = tensor.movedim(axis, 1)
     return moved.reshape(*moved.shape[:2], -1)
 
 
 def _guards(public: Tensors) -> list[dict[str, Tensor]]:
-    """The guards' updates out of the broadcast."""
+    """Return the guards' updates from the broadcast."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in public.items():
         number, name = key.split(".", 1)
@@ -371,7 +390,7 @@ def _check_guard(guard: Tensors, name: str, like: Tensor) -> None:
     if name not in guard or guard[name].shape != like.shape:
         raise DefenceError(
             f"Defence 'entangle' needs a guard's update of the same model, got none of {name!r} with the shape "
-            f"{tuple(like.shape)}. Broadcast the guard's own update."
+            f"{tuple(like.shape)}. Let the guard train the same model as the clients."
         )
 
 
@@ -380,7 +399,7 @@ def _leaving_out(foreign: Tensors) -> Countermove:
 
 
 def _without(foreign: Tensors, seen: Tensors) -> dict[str, Tensor]:
-    """The gradients seen with zeros where entries are foreign, and nowhere else; `surviving` then leaves those out."""
+    """Return the seen gradients with zeros at foreign entries, and nowhere else; `surviving` leaves zeros out."""
     return {
         name: torch.where(foreign[name], 0.0, torch.where(tensor == 0, torch.finfo(tensor.dtype).tiny, tensor))
         for name, tensor in seen.items()
@@ -388,7 +407,7 @@ def _without(foreign: Tensors, seen: Tensors) -> dict[str, Tensor]:
 
 
 def _weighted_layers(network: nn.Module, tensors: Tensors) -> dict[str, nn.Module]:
-    """Linears and convolutions whose weight is sent, in the order of the network."""
+    """Return the linear and convolutional layers whose weight is sent, in the order of definition."""
     return {
         name: layer
         for name, layer in network.named_modules()
