@@ -15,11 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil import Batch, ThreatModel, create_model, load_dataset, observe
+from gradveil import (
+    Batch,
+    Federation,
+    Protocol,
+    PublicKnowledge,
+    ThreatModel,
+    create_model,
+    load_dataset,
+    observe,
+)
 from gradveil.attacks import Attack
 from gradveil.attacks.parts.labels import counted, distinct, idlg, last_layer, likely_prediction
 from gradveil.data import Dataset
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings
 from gradveil.metrics import align
 from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.psnr import Psnr
@@ -175,10 +184,9 @@ def line(name: str, setting: Experiment, root: Path | None, targets: int, seed: 
         private,
         threat=ThreatModel.of(*setting.knows.split(",")),
         num_classes=data.num_classes,
-        how=setting.how,
-        lr=setting.lr,
-        class_averages=averages(data),
-        seed=seed,
+        protocol=Protocol(setting.how or ONE_GRADIENT, setting.lr),
+        public=PublicKnowledge(class_averages=averages(data)),
+        federation=Federation(seed=seed),
     )
     begun = time.perf_counter()
     guess = build(Attack, setting.attack)(seen, torch.Generator().manual_seed(seed))
@@ -230,7 +238,10 @@ def recovered(
     """Return the share of labels that a rule recovers."""
     private = choose(data, targets, batch, "any", seed)
     grants = ThreatModel.of("num-examples", "local-steps")
-    seen = observe(network.eval(), private, threat=grants, num_classes=data.num_classes, how=how, lr=0.01, seed=seed)
+    protocol, federation = Protocol(how or ONE_GRADIENT, 0.01), Federation(seed=seed)
+    seen = observe(
+        network.eval(), private, threat=grants, num_classes=data.num_classes, protocol=protocol, federation=federation
+    )
     weight, bias = last_layer(seen, seen.mean_gradients)
     if rule == "idlg":
         found = idlg(weight)[:, None]

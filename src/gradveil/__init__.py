@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from gradveil.data import Dataset, load_dataset
     from gradveil.defences import Chain, Client, Defence, Server, build_defence
     from gradveil.engines.simulation import Simulation
-    from gradveil.federated.protocol import LocalSettings
+    from gradveil.federated.protocol import LocalSettings, Protocol
     from gradveil.models import create_model
     from gradveil.runs.api import attack, audit, score, train
-    from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
-    from gradveil.threat.observe import observe
+    from gradveil.threat import Knowledge, Known, Observation, PublicKnowledge, Reconstruction, ThreatModel
+    from gradveil.threat.observe import Federation, observe
     from gradveil.threat.received import received
     from gradveil.types import Batch, Update
 
@@ -28,9 +28,13 @@ _PLACES = {
     "Client": "defences",
     "Dataset": "data",
     "Defence": "defences",
+    "Federation": "threat.observe",
     "Knowledge": "threat",
+    "Known": "threat",
     "LocalSettings": "federated.protocol",
     "Observation": "threat",
+    "Protocol": "federated.protocol",
+    "PublicKnowledge": "threat",
     "Reconstruction": "threat",
     "Server": "defences",
     "Simulation": "engines.simulation",
@@ -57,9 +61,13 @@ __all__ = [
     "Client",
     "Dataset",
     "Defence",
+    "Federation",
     "Knowledge",
+    "Known",
     "LocalSettings",
     "Observation",
+    "Protocol",
+    "PublicKnowledge",
     "Reconstruction",
     "Server",
     "Simulation",

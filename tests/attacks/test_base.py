@@ -10,6 +10,7 @@ from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
 from gradveil.defences import Countermove, build_defence
 from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.federated.protocol import Protocol
 from gradveil.metrics import align
 from tests.attacks.scene import psnr, run, scene
 
@@ -36,7 +37,7 @@ def test_an_update_without_information_is_reported_and_the_others_are_attacked()
 
 
 def test_of_several_rounds_the_least_loss_is_kept_for_each_client():
-    truth, _, seen = scene(targets=2, rounds=3)
+    truth, _, seen = scene(targets=2, protocol=Protocol(rounds=3))
     assert seen.num_targets == 6
     spoiled = {name: tensor.clone() for name, tensor in seen.updates.items()}
     for tensor in spoiled.values():

@@ -2,6 +2,7 @@ import torch
 
 from gradveil.attacks.encodings import Encodings
 from gradveil.defences import build_defence
+from gradveil.federated.protocol import Protocol
 from tests.attacks.scene import run, scene
 
 GRANTS = ("num-examples", "encodings")
@@ -15,7 +16,7 @@ def test_it_shows_what_the_network_saw():
 
 
 def test_of_several_rounds_one_is_kept_and_labels_are_the_likeliest():
-    truth, _, seen = scene(size=4, grants=GRANTS, defence=build_defence("mixup:k=2"), rounds=3)
+    truth, _, seen = scene(size=4, grants=GRANTS, defence=build_defence("mixup:k=2"), protocol=Protocol(rounds=3))
     assert seen.num_targets == 6
     result = run(Encodings(), seen)
     assert result.images.shape == truth.shape

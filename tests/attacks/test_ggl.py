@@ -7,6 +7,7 @@ from gradveil.attacks.matching import Matching
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.registry import build, split_specs
+from gradveil.threat import PublicKnowledge
 from gradveil.types import Batch
 from tests.attacks.scene import adapted, psnr, run, scene
 
@@ -61,7 +62,7 @@ def test_reconstructs_images_that_the_generator_can_make(generator, settings):
 
 
 def test_principal_components_of_public_images_need_no_file():
-    truth, _, seen = scene(targets=2, grants=GRANTS, public_data=public())
+    truth, _, seen = scene(targets=2, grants=GRANTS, public=PublicKnowledge(public()))
     result = run(Ggl(optimiser="adam", iterations=150, latent=9, kl=0.0), seen)
     assert close(truth, result).min() > 25
 

@@ -7,11 +7,11 @@ from gradveil.attacks.base import Scene
 from gradveil.attacks.imprint import Imprint, quantiles
 from gradveil.attacks.parts.analytic import INSERTED, likely_pictures
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.metrics import align
 from gradveil.models import Normalisation, create_model
 from gradveil.threat import ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run
 
@@ -38,7 +38,7 @@ def look(attack, images, model="lenet-dlg", normalisation=NORMALISATION, public=
         [batch(some) for some in images],
         threat=ThreatModel.of("num-examples", "alters-model"),
         num_classes=4,
-        alter=lambda net: attack.alter(net, scene, torch.Generator().manual_seed(3)),
+        federation=Federation(alter=lambda net: attack.alter(net, scene, torch.Generator().manual_seed(3))),
         **how,
     )
 
@@ -122,7 +122,7 @@ def test_images_in_one_bin_are_mixed_and_leave_no_guess_for_the_other():
 def test_several_local_steps_work_approximately_with_a_larger_gain():
     attack, truth = Imprint(gain=1.0), photographs(8, 5)
     how = LocalSettings(epochs=2, batch_size=4)
-    assert share(attack, truth, look(attack, [truth], how=how, lr=0.1), above=30)[0] > 0.5
+    assert share(attack, truth, look(attack, [truth], protocol=Protocol(how, 0.1)), above=30)[0] > 0.5
 
 
 def test_an_update_of_the_honest_model_is_refused():

@@ -3,7 +3,7 @@ import torch
 
 from gradveil.attacks.linear import Linear
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.models import Normalisation, create_model
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
@@ -47,7 +47,7 @@ def test_the_ratio_worked_by_hand():
 
 def test_a_single_image_is_exact_after_several_local_steps():
     truth = pictures(1, 1)
-    seen = look(truth, how=LocalSettings(epochs=4, batch_size=1), lr=0.1)
+    seen = look(truth, protocol=Protocol(LocalSettings(epochs=4, batch_size=1), 0.1))
     assert psnr(truth[0], run(Linear(), seen).images[0]) > 60
 
 

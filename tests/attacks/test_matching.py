@@ -12,7 +12,7 @@ from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
 from gradveil.attacks.parts import search_step
 from gradveil.errors import ConfigError, ThreatModelError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.metrics import align
 from gradveil.models import create_model
 from gradveil.progress import listening
@@ -20,6 +20,8 @@ from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run, scene
+
+LOCAL = Protocol(LocalSettings(epochs=2, batch_size=1), 0.01)
 
 
 def test_targets_do_not_disturb_each_other():
@@ -114,9 +116,7 @@ def test_an_update_of_another_size_than_stated_is_named(factor):
 @pytest.mark.parametrize("local", ["unroll", "line", "once"])
 @pytest.mark.parametrize("attack", [Dlg(iterations=12, restarts=2), Gs(iterations=200, sign="none")])
 def test_images_are_reconstructed_from_several_local_steps_without_labels(attack, local):
-    truth, _, seen = scene(
-        targets=2, size=2, grants=("num-examples", "local-steps"), how=LocalSettings(epochs=2, batch_size=1), lr=0.01
-    )
+    truth, _, seen = scene(targets=2, size=2, grants=("num-examples", "local-steps"), protocol=LOCAL)
     found = run(replace(attack, local=local), seen)
     start = run(replace(attack, local=local, iterations=1), seen)
     gain = [
@@ -127,7 +127,7 @@ def test_images_are_reconstructed_from_several_local_steps_without_labels(attack
 
 
 def test_several_steps_are_not_attacked_without_knowing_them():
-    _, _, seen = scene(size=2, grants=("num-examples",), how=LocalSettings(epochs=2, batch_size=1), lr=0.01)
+    _, _, seen = scene(size=2, grants=("num-examples",), protocol=LOCAL)
     with pytest.raises(ThreatModelError, match="local-steps"):
         run(Gs(iterations=1), seen)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from gradveil.attacks.r_gap import RGap, rank_analysis
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.models import Normalisation, create_model
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
@@ -134,7 +134,7 @@ def test_several_images_or_steps_are_refused():
     _, seen = look(small(), size=2)
     with pytest.raises(ConfigError, match="updates of 1 image, got 2"):
         run(RGap(), seen)
-    _, seen = look(small(), how=LocalSettings(epochs=2))
+    _, seen = look(small(), protocol=Protocol(LocalSettings(epochs=2)))
     with pytest.raises(ConfigError, match="gradient of a single step"):
         run(RGap(), seen)
 

@@ -4,7 +4,7 @@ import torch
 from gradveil.attacks.parts.representations import class_representations
 from gradveil.attacks.representations import Representations
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.models import create_model
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
@@ -53,7 +53,7 @@ def test_several_images_give_one_guess_per_class_and_none_for_the_rest():
 
 
 def test_several_local_steps_need_not_be_known():
-    _, seen = look([1, 4, 1, 4], how=LocalSettings(epochs=2, batch_size=2), lr=0.01)
+    _, seen = look([1, 4, 1, 4], protocol=Protocol(LocalSettings(epochs=2, batch_size=2), 0.01))
     assert run(FAST, seen).labels.tolist() == [[1, 4, -1, -1]]
 
 

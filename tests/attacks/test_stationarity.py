@@ -6,9 +6,10 @@ from gradveil.attacks.encodings import Encodings
 from gradveil.attacks.stationarity import Stationarity, _Goal, _How
 from gradveil.defences.loda import Loda
 from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.federated.protocol import Protocol
 from gradveil.models import create_model
-from gradveil.threat import Knowledge, ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat import Knowledge, PublicKnowledge, ThreatModel
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 from tests.attacks.scene import psnr
 
@@ -31,9 +32,9 @@ def look(defence, grants=("encodings", "num-examples", "defence"), rounds=1):
         threat=ThreatModel.of(*grants),
         num_classes=4,
         defence=defence,
-        aux=pictures(9, 3),
-        public_data=pictures(20, 4),
-        rounds=rounds,
+        protocol=Protocol(rounds=rounds),
+        public=PublicKnowledge(pictures(20, 4)),
+        federation=Federation(aux=pictures(9, 3)),
     )
     return torch.stack([batch.images for batch in private]), seen
 

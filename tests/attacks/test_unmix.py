@@ -7,11 +7,11 @@ from gradveil.attacks.unmix import Unmix
 from gradveil.defences import Countermove, build_defence
 from gradveil.defences.mixup import Mixup
 from gradveil.errors import ConfigError, ThreatModelError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings, Protocol
 from gradveil.metrics import align
 from gradveil.models import create_model
-from gradveil.threat import ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat import PublicKnowledge, ThreatModel
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 from tests.attacks.parts.test_unmixing import smooth
 from tests.attacks.scene import psnr
@@ -25,7 +25,7 @@ def pictures(count, seed):
     return Batch((smooth(count, seed) + 1) / 2, labels, torch.zeros(count) > 0)
 
 
-def look(defence, rounds=30, clients=1, grants=GRANTS, adaptive=True, **how):
+def look(defence, rounds=30, clients=1, grants=GRANTS, adaptive=True, how=ONE_GRADIENT):
     network = create_model("mlp:hidden=20", SHAPE, 4, 0).eval()
     private = [pictures(5, 20 + client) for client in range(clients)]
     threat = ThreatModel.of(*grants, *["defence"] * adaptive)
@@ -35,10 +35,9 @@ def look(defence, rounds=30, clients=1, grants=GRANTS, adaptive=True, **how):
         threat=threat,
         num_classes=4,
         defence=build_defence(defence),
-        rounds=rounds,
-        public_data=pictures(200, 50),
-        aux=pictures(30, 51),
-        **how,
+        protocol=Protocol(how, rounds=rounds),
+        public=PublicKnowledge(pictures(200, 50)),
+        federation=Federation(aux=pictures(30, 51)),
     )
     return torch.stack([batch.images for batch in private]), private, seen
 

@@ -8,7 +8,7 @@ from gradveil.attacks.encodings import Encodings
 from gradveil.attacks.untransform import Untransform
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run, scene
 
@@ -72,7 +72,7 @@ def test_one_look_gives_exactly_what_it_shows_and_fills_the_rest_from_that():
 
 def test_several_looks_give_what_one_has_lost_in_any_order_of_the_batch():
     how = {"size": 3, "side": 16, "defence": build_defence("ats:policy=21"), "grants": GRANTS}
-    truth, labels, seen = scene(rounds=6, **how)
+    truth, labels, seen = scene(protocol=Protocol(rounds=6), **how)
     shown = Encodings().run(seen, torch.Generator())
     found = Untransform().decode(shown, seen, torch.Generator())
     alone = Untransform().decode(shown, replace(seen, rounds=1), torch.Generator())
@@ -92,7 +92,7 @@ def test_several_looks_give_what_one_has_lost_in_any_order_of_the_batch():
 
 
 def test_a_look_without_information_does_not_harm_others():
-    truth, _, seen = scene(side=16, rounds=6, defence=build_defence("ats:policy=21"), grants=GRANTS)
+    truth, _, seen = scene(side=16, protocol=Protocol(rounds=6), defence=build_defence("ats:policy=21"), grants=GRANTS)
     shown = Encodings().run(seen, torch.Generator())
     images = shown.images.clone()
     images[0, 0, 0, 3, 3] = torch.nan
@@ -112,7 +112,7 @@ def test_a_look_without_information_does_not_harm_others():
 )
 def test_looks_at_other_pictures_stay_by_themselves(spec, batch_size):
     how = LocalSettings(algorithm="fedsgd", batch_size=batch_size, batch_norm="freeze")
-    _, _, seen = scene(size=4, side=16, rounds=4, defence=build_defence(spec), grants=GRANTS, how=how)
+    _, _, seen = scene(size=4, side=16, protocol=Protocol(how, rounds=4), defence=build_defence(spec), grants=GRANTS)
     shown = Encodings().run(seen, torch.Generator())
     found, alone = (
         Untransform().decode(shown, each, torch.Generator()).images for each in (seen, replace(seen, rounds=1))

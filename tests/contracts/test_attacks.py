@@ -12,8 +12,8 @@ from gradveil.attacks import AnyAttack, Attack, MembershipAttack, Scene, build_a
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.models import Normalisation, create_model, normalisation_of
 from gradveil.registry import build, components
-from gradveil.threat import Knowledge, ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat import Knowledge, PublicKnowledge, ThreatModel
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 
 EVERY = components("attacks")
@@ -33,14 +33,14 @@ def look(attack, threat):
         Batch(torch.rand(1, 1, 8, 8, generator=rng), torch.tensor([label]), torch.zeros(1) > 0) for label in (1, 3)
     ]
     scene = Scene((1, 8, 8), 4, private[0])
+    alter = (lambda net: attack.alter(net, scene, rng)) if Knowledge.ALTERS_MODEL in threat.knows else None
     return observe(
         network,
         private,
         threat=threat,
         num_classes=4,
-        class_averages=torch.rand(4, 1, 8, 8),
-        public_data=private[0],
-        alter=(lambda net: attack.alter(net, scene, rng)) if Knowledge.ALTERS_MODEL in threat.knows else None,
+        public=PublicKnowledge(private[0], torch.rand(4, 1, 8, 8)),
+        federation=Federation(alter=alter),
     )
 
 

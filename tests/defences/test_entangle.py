@@ -14,12 +14,12 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset
 from gradveil.data.datasets import Split
 from gradveil.defences import Arrived, Client, Defence, Server, build_defence
-from gradveil.defences.entangle import Entangle, foreign_entries, repeated, replacement_rate
+from gradveil.defences.entangle import Entangle, foreign_entries, relative_change, repeated, replacement_rate
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.federated.server import play_round, sample_clients
+from gradveil.federated.server import Sent, play_round, sample_clients
 from gradveil.threat import Knowledge, ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch, Update
 from tests.attacks.scene import psnr, run, scene
 
@@ -89,7 +89,7 @@ class TestReplacement:
     def test_it_is_the_guards_at_the_most_revealing_columns_and_nowhere_else(self):
         own, guard, sent = protect(EXACT)
         model = make_model()
-        rate = replacement_rate(own, {k: p.detach() for k, p in model.named_parameters()}, 0.7)
+        rate = replacement_rate(relative_change(own, {k: p.detach() for k, p in model.named_parameters()}), 0.7)
         for name, upto in (("hidden", 5), ("last", 7)):
             scores = naive_scores(model, make_batch().images, upto)
             expected = set(scores.argsort(descending=True)[: round(rate * len(scores))].tolist())
@@ -173,16 +173,17 @@ class TestRate:
         change = torch.tensor([2 * size, -4 * size, 7.0], dtype=torch.float64)  # weight zero does not count
         sigmoid = 1 / (1 + math.exp(-size))
         expected = min(max(0.4 * sigmoid - 0.3 + 1 - beta, 0), 1)  # the paper's other form of Eq. 10
-        assert replacement_rate({"w": change}, {"w": weights}, beta) == pytest.approx(expected, abs=1e-9)
+        found = replacement_rate(relative_change({"w": change}, {"w": weights}), beta)
+        assert found == pytest.approx(expected, abs=1e-9)
 
     def test_the_adaptive_part_is_between_minus_and_plus_a_tenth(self):
-        rates = [replacement_rate({"w": torch.full((2,), a)}, {"w": torch.ones(2)}, 0.7) for a in (0.0, 1.0, 1e6)]
+        rates = [replacement_rate(a, 0.7) for a in (0.0, 1.0, 1e6)]
         assert rates[0] == pytest.approx(0.2)
         assert rates == sorted(rates)
         assert rates[-1] == pytest.approx(0.4)
 
     def test_without_any_weight_there_is_nothing_new(self):
-        assert replacement_rate({"w": torch.ones(2)}, {"w": torch.zeros(2)}, 0.7) == pytest.approx(0.2)
+        assert replacement_rate(relative_change({"w": torch.ones(2)}, {"w": torch.zeros(2)}), 0.7) == pytest.approx(0.2)
 
 
 class TestRounds:
@@ -197,7 +198,7 @@ class TestRounds:
             def train(self, number, clients, model, public, lr):
                 said.append((list(clients), sorted(public)))
                 for client in clients:
-                    yield client, Update({"w": torch.full((2,), 1.0 + client)}, 4)
+                    yield Sent(client, Update({"w": torch.full((2,), 1.0 + client)}, 4))
 
         model = {"w": torch.zeros(2)}
         for aggregate, expected in ((True, 1.5), (False, 2.0)):
@@ -247,7 +248,7 @@ class TestRounds:
         seen = observe(
             make_model().float(), [floats(make_batch())],
             threat=ThreatModel.of("num-examples"), num_classes=3, defence=Entangle(guards=(7,)),
-            early=[floats(make_batch(seed=1))], num_clients=10,
+            federation=Federation(guards=[floats(make_batch(seed=1))], num_clients=10),
         )  # fmt: skip
         assert "7.last.weight" in seen.public
 
@@ -391,7 +392,7 @@ class TestCountermoves:
         guard = Batch(
             torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(7)), torch.tensor([3]), torch.ones(1) > 0
         )
-        truth, _, seen = scene(targets=3, defence=defence, grants=grants, early=[guard])
+        truth, _, seen = scene(targets=3, defence=defence, grants=grants, federation=Federation(guards=[guard]))
         attack = build_attack("gs:iterations=250,sign=none,schedule=cosine,lr=0.1,tv=1e-6")
         knowing, plain = (run(replace(attack, adapt=adapt), seen) for adapt in ("", "none"))
         undefended = run(attack, scene(targets=3)[2])
@@ -401,7 +402,7 @@ class TestCountermoves:
 
     def test_what_was_broadcast_is_seen_and_the_guards_images_are_not(self):
         guard = Batch(torch.rand(2, 1, 8, 8), torch.tensor([3, 1]), torch.ones(2) > 0)
-        _, _, seen = scene(defence=Entangle(), early=[guard])
+        _, _, seen = scene(defence=Entangle(), federation=Federation(guards=[guard]))
         assert {key.split(".", 1)[0] for key in seen.public} == {"0"}
         assert not seen.knows(Knowledge.PUBLIC_DATA)
 
@@ -409,4 +410,4 @@ class TestCountermoves:
         with pytest.raises(ConfigError, match="a batch for each of the defence's 1 guards, got 0"):
             scene(defence=Entangle())
         with pytest.raises(ConfigError, match="0 guards, got 1"):
-            scene(defence=Defence(), early=[make_batch()])
+            scene(defence=Defence(), federation=Federation(guards=[make_batch()]))

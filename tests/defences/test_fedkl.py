@@ -18,7 +18,7 @@ from gradveil.defences import Arrived, build_defence
 from gradveil.defences.fedkl import KeyLock, recovered_key
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, RunFolderError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings, Protocol
 from gradveil.models import create_model
 from gradveil.networks.grads import example_gradients
 from gradveil.registry import components
@@ -26,7 +26,7 @@ from gradveil.runs.attack import attack_files
 from gradveil.runs.train import train
 from gradveil.runs.update_spec import UpdateSpec
 from gradveil.storage import PrivateFolder, load_tensors
-from gradveil.threat import ThreatModel
+from gradveil.threat import Knowledge, ThreatModel
 from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
@@ -404,7 +404,7 @@ def test_the_rows_tell_how_the_model_does_with_own_keys_and_with_a_random_one():
 # --- attacks that succeed anyway --------------------------------------------------------------------------------------
 
 
-def seen_by(*grants, defence="fedkl:length=16", targets=2, **how):
+def seen_by(*grants, defence="fedkl:length=16", targets=2):
     network = create_model("lenet-dlg", (1, 12, 12), 4, 0).eval()
     rng = torch.Generator().manual_seed(3)
     coarse = torch.rand(targets, 1, 4, 4, generator=rng)
@@ -412,7 +412,7 @@ def seen_by(*grants, defence="fedkl:length=16", targets=2, **how):
     private = [Batch(truth[t : t + 1], torch.tensor([t % 4]), torch.zeros(1) > 0) for t in range(targets)]
     grants = ("labels", "num-examples", *grants)
     return truth, observe(
-        network, private, threat=ThreatModel.of(*grants), num_classes=4, defence=build_defence(defence), **how
+        network, private, threat=ThreatModel.of(*grants), num_classes=4, defence=build_defence(defence)
     )
 
 
@@ -466,7 +466,7 @@ def test_key_and_lock_are_granted_apart():
     _, seen = seen_by("key")
     with pytest.raises(ConfigError, match="asks for lock"):
         _ = seen.private_changes
-    assert not seen._changes
+    assert Knowledge.LOCK not in seen._facts
 
 
 @settings(max_examples=25, deadline=None)
@@ -510,7 +510,9 @@ def test_guesses_with_the_true_scales_and_images_explain_the_update(how):
     }[how]
     threat = ThreatModel.of("labels", "num-examples", "local-steps", "defence", "key", "lock")
     defence = build_defence("fedkl:length=16")
-    seen = observe(network, private, threat=threat, num_classes=4, defence=defence, how=local, lr=1e-4)
+    seen = observe(
+        network, private, threat=threat, num_classes=4, defence=defence, protocol=Protocol(local or ONE_GRADIENT, 1e-4)
+    )
     outputs = moves_of(seen)["known"].outputs
     replay = replay_of(seen, "unroll", torch.Generator().manual_seed(0))
     wanted = seen.mean_gradients

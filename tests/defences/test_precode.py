@@ -12,12 +12,12 @@ from gradveil.attacks import build_attack
 from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.attacks.parts.local_training import replay_of
 from gradveil.defences import Client, build_defence
-from gradveil.defences.base import Releases
 from gradveil.defences.countermove import Arrived
+from gradveil.defences.parts.accounting import Releases
 from gradveil.defences.precode import Bottleneck, divergence
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings, Protocol
 from gradveil.models import create_model
 from gradveil.registry import components
 from gradveil.threat import ThreatModel
@@ -252,7 +252,7 @@ def test_the_countermoves_name_the_bottleneck_and_what_follows():
     assert list(countermoves(several)) == ["omit"]
 
 
-@pytest.mark.parametrize("local", [None, LocalSettings(epochs=1, batch_size=0, weight_decay=1e-9)])
+@pytest.mark.parametrize("local", [ONE_GRADIENT, LocalSettings(epochs=1, batch_size=0, weight_decay=1e-9)])
 def test_an_attacker_who_knows_the_loss_explains_the_update(local):
     """With softplus(rho) = 0 nothing is drawn; then the true image's gradient, KL term included, is the update."""
     network = create_model("lenet-dlg", (1, 12, 12), 4, 0).eval()
@@ -268,7 +268,8 @@ def test_an_attacker_who_knows_the_loss_explains_the_update(local):
 
     batch = some(2)
     threat = ThreatModel.of("labels", "num-examples", "local-steps", "defence")
-    seen = observe(network, [batch], threat=threat, num_classes=4, defence=Quiet(size=6, beta=0.5), how=local, lr=1e-3)
+    how = {"defence": Quiet(size=6, beta=0.5), "protocol": Protocol(local, 1e-3)}
+    seen = observe(network, [batch], threat=threat, num_classes=4, **how)
     replay = replay_of(seen, "unroll", torch.Generator())
     knowing = replace(replay, penalties=countermoves(seen)["omit"].penalties)
     wanted = seen.mean_gradients

@@ -10,7 +10,15 @@ from torch import nn
 from gradveil.config import TrainSettings
 from gradveil.defences import Defence, build_defence
 from gradveil.errors import DefenceError, DivergedError
-from gradveil.federated.server import Aggregate, last_rounds, learning_rate, play_round, sample_clients, update_weights
+from gradveil.federated.server import (
+    Aggregate,
+    Sent,
+    last_rounds,
+    learning_rate,
+    play_round,
+    sample_clients,
+    update_weights,
+)
 from gradveil.types import Update
 
 
@@ -109,7 +117,7 @@ class FakeEngine:
     def train(self, round_number, clients, model, public, lr):
         self.calls.append((list(clients), sorted(public), lr))
         for client in clients:
-            yield client, Update({"weight": torch.full((1, 1), client + 1.0)}, 10)
+            yield Sent(client, Update({"weight": torch.full((1, 1), client + 1.0)}, 10), {"number": float(client)})
 
 
 class Early(Defence):

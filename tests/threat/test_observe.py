@@ -7,10 +7,10 @@ from torch import nn
 
 from gradveil.defences import Defence, build_defence
 from gradveil.errors import ConfigError, ThreatModelError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.models import create_model
-from gradveil.threat import Knowledge, Observation, ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat import Knowledge, Observation, PublicKnowledge, ThreatModel
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 
 ALL = ThreatModel(frozenset(Knowledge))
@@ -34,7 +34,7 @@ def network():
 
 def test_fedsgd_shows_the_gradient_of_each_clients_batch():
     model, private = network(), batches()
-    seen = observe(model, private, threat=ThreatModel(), num_classes=3, lr=0.25)
+    seen = observe(model, private, threat=ThreatModel(), num_classes=3, protocol=Protocol(lr=0.25))
     assert seen.num_targets == 3
     assert seen.single_step
     for target, batch in enumerate(private):
@@ -48,7 +48,7 @@ def test_fedsgd_shows_the_gradient_of_each_clients_batch():
 def test_fedavg_shows_the_change_of_the_weights():
     model, private = network(), batches(size=4)
     how = LocalSettings(epochs=2, batch_size=2)
-    seen = observe(model, private, threat=ThreatModel.of("local-steps"), num_classes=3, how=how, lr=0.1)
+    seen = observe(model, private, threat=ThreatModel.of("local-steps"), num_classes=3, protocol=Protocol(how, 0.1))
     assert not seen.single_step
     assert seen.local_steps == how
     assert seen.lr == 0.1
@@ -61,7 +61,7 @@ def test_fedavg_shows_the_change_of_the_weights():
 )
 def test_only_granted_knowledge_is_available(fact):
     private = batches()
-    given = {"public_data": batches(1)[0], "class_averages": torch.rand(3, 1, 8, 8)}
+    given = {"public": PublicKnowledge(batches(1)[0], torch.rand(3, 1, 8, 8))}
     nothing = observe(network(), private, threat=ThreatModel(), num_classes=3, **given)
     with pytest.raises(ThreatModelError, match="does not grant"):
         getattr(nothing, fact)
@@ -90,7 +90,7 @@ def test_batch_statistics_are_of_what_the_network_saw_in_every_round():
     model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3))
     grants = ThreatModel.of("batch-statistics", "encodings")
     defence = build_defence("instahide:k=2")
-    seen = observe(model, batches(size=4), threat=grants, num_classes=3, defence=defence, rounds=2)
+    seen = observe(model, batches(size=4), threat=grants, num_classes=3, defence=defence, protocol=Protocol(rounds=2))
     shown = seen.encodings.images.view(seen.num_targets, -1)
     assert torch.allclose(seen.batch_statistics["0"][0][:, 0], shown.mean(1), atol=1e-6)
 
@@ -119,7 +119,12 @@ def test_an_attack_cannot_reach_the_truth(defended):
     private = batches(size=3)
     grants = ThreatModel(frozenset(Knowledge) - {Knowledge.PUBLIC_DATA, Knowledge.ENCODINGS})
     seen = observe(
-        network(), private, threat=grants, num_classes=3, defence=Keeper() if defended else None, how=LocalSettings()
+        network(),
+        private,
+        threat=grants,
+        num_classes=3,
+        defence=Keeper() if defended else None,
+        protocol=Protocol(LocalSettings()),
     )
     truth = {image.numpy().tobytes() for batch in private for image in batch.images}
     storages = {batch.images.untyped_storage().data_ptr() for batch in private}
@@ -144,7 +149,7 @@ def test_the_search_would_find_a_leak():
 def test_the_network_is_a_copy_and_does_not_change():
     model = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    seen = observe(model, batches(), threat=ThreatModel(), num_classes=3, how=LocalSettings(), lr=1.0)
+    seen = observe(model, batches(), threat=ThreatModel(), num_classes=3, protocol=Protocol(LocalSettings()))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert seen.network is not model
     assert not seen.network.training
@@ -164,10 +169,11 @@ def test_a_malicious_server_must_be_granted_and_clients_train_on_its_network():
                 parameter.mul_(2)
         return copied
 
+    federation = Federation(alter=doubled)
     with pytest.raises(ThreatModelError, match="without alters-model"):
-        observe(model, private, threat=ThreatModel(), num_classes=3, alter=doubled)
+        observe(model, private, threat=ThreatModel(), num_classes=3, federation=federation)
     before = copy.deepcopy(model.state_dict())
-    seen = observe(model, private, threat=ThreatModel.of("alters-model"), num_classes=3, alter=doubled)
+    seen = observe(model, private, threat=ThreatModel.of("alters-model"), num_classes=3, federation=federation)
     honest = observe(doubled(copy.deepcopy(model)), private, threat=ThreatModel(), num_classes=3)
     assert all(torch.equal(seen.updates[name], honest.updates[name]) for name in honest.updates)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -177,12 +183,12 @@ def test_several_rounds_are_the_same_clients_on_the_same_weights_with_new_draws(
     private = batches(count=2, size=4)
     grants = ThreatModel.of("num-examples", "labels", "encodings")
     how = {"num_classes": 3, "threat": grants, "defence": build_defence("mixup:k=2")}
-    seen = observe(network(), private, rounds=3, **how)
+    seen = observe(network(), private, protocol=Protocol(rounds=3), **how)
     assert (seen.num_targets, seen.rounds, seen.num_examples, seen.num_images) == (6, 3, 4, 4)
     assert seen.labels.shape == (6, 4, 3)
     assert seen.encodings.images.shape == (24, 1, 8, 8)
     once = observe(network(), private, **how)
-    later = observe(network(), private, round_number=3, **how)
+    later = observe(network(), private, protocol=Protocol(first_round=3), **how)
     for name, tensor in seen.updates.items():
         assert torch.equal(tensor[[0, 3]], once.updates[name])
         assert torch.equal(tensor[[2, 5]], later.updates[name])
@@ -192,7 +198,8 @@ def test_several_rounds_are_the_same_clients_on_the_same_weights_with_new_draws(
 def test_in_several_rounds_a_client_may_show_few_images_at_a_time():
     private = batches(count=1, size=5)
     how = LocalSettings(algorithm="fedsgd", batch_size=2)
-    seen = observe(network(), private, threat=ALL, num_classes=3, how=how, rounds=4, public_data=private[0])
+    public = PublicKnowledge(private[0])
+    seen = observe(network(), private, threat=ALL, num_classes=3, protocol=Protocol(how, rounds=4), public=public)
     assert (seen.num_examples, seen.num_images) == (2, 5)
     assert seen.labels.shape == (4, 2)
     own = {
@@ -200,9 +207,8 @@ def test_in_several_rounds_a_client_may_show_few_images_at_a_time():
     }
     labels = [own[image.numpy().tobytes()] for image in seen.encodings.images]
     assert [sorted(labels[start : start + 2]) for start in range(0, 8, 2)] == seen.labels.tolist()
-    for bad in ({"rounds": 1, "how": how}, {"rounds": 0}):
-        with pytest.raises(ConfigError, match=r"batch_size of fedsgd|rounds must be"):
-            observe(network(), private, threat=ALL, num_classes=3, **bad)
+    with pytest.raises(ConfigError, match="batch_size of fedsgd"):
+        observe(network(), private, threat=ALL, num_classes=3, protocol=Protocol(how))
 
 
 def test_data_are_replaced_once_and_state_persists():
@@ -215,6 +221,18 @@ def test_data_are_replaced_once_and_state_persists():
             client.state["sent"] = client.state.get("sent", torch.zeros(())) + 1
             return update
 
-    seen = observe(network(), batches(1), threat=ALL, num_classes=3, defence=Counting(), rounds=3)
+    seen = observe(network(), batches(1), threat=ALL, num_classes=3, defence=Counting(), protocol=Protocol(rounds=3))
     assert [float(state["made"]) for state in seen.private_state] == [1, 1, 1]
     assert [float(state["sent"]) for state in seen.private_state] == [1, 2, 3]
+
+
+def test_a_granted_fact_that_nobody_passed_is_named():
+    seen = observe(network(), batches(1), threat=ThreatModel.of("public-data"), num_classes=3)
+    with pytest.raises(ThreatModelError, match=r"grants public-data, but none was passed to observe\(\)"):
+        _ = seen.public_data
+
+
+@pytest.mark.parametrize("bad", [{"rounds": 0}, {"first_round": 0}, {"lr": 0.0}])
+def test_a_protocol_without_rounds_or_steps_is_refused(bad):
+    with pytest.raises(ConfigError, match=f"{next(iter(bad))} must be"):
+        Protocol(**bad)

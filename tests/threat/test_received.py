@@ -6,7 +6,7 @@ from torch import nn
 from gradveil.errors import ConfigError, GradveilError, ThreatModelError
 from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
-from gradveil.threat import ThreatModel
+from gradveil.threat import Known, ThreatModel
 from gradveil.threat.observe import observe
 from gradveil.threat.received import received
 from gradveil.types import Batch
@@ -31,7 +31,7 @@ def gradient(net, count=2):
 def test_a_gradient_from_a_file_equals_what_observe_shows():
     net = network()
     batch, found = gradient(net)
-    ours = received(net, found, shape=SHAPE, num_classes=3, kind="gradient", labels=batch.labels)
+    ours = received(net, found, shape=SHAPE, num_classes=3, kind="gradient", known=Known(labels=batch.labels))
     theirs = observe(net, [batch], threat=ThreatModel.of("labels", "num-examples"), num_classes=3)
     assert ours.threat == theirs.threat
     assert ours.num_examples == 2
@@ -56,14 +56,15 @@ def test_several_steps_need_their_settings():
     net = network()
     _, found = gradient(net)
     how = LocalSettings(epochs=2, batch_size=2)
-    seen = received(net, found, shape=SHAPE, num_classes=3, lr=0.5, local_steps=how, num_examples=4)
+    known = Known(local_steps=how)
+    seen = received(net, found, shape=SHAPE, num_classes=3, lr=0.5, num_examples=4, known=known)
     assert not seen.single_step
     for name, tensor in found.items():
         torch.testing.assert_close(seen.mean_gradients[name][0], tensor / -(0.5 * 4))
     with pytest.raises(ConfigError, match="num_examples"):
-        received(net, found, shape=SHAPE, num_classes=3, local_steps=how)
+        received(net, found, shape=SHAPE, num_classes=3, known=known)
     with pytest.raises(ConfigError, match="one step"):
-        received(net, found, shape=SHAPE, num_classes=3, local_steps=how, num_examples=4, kind="gradient")
+        received(net, found, shape=SHAPE, num_classes=3, num_examples=4, kind="gradient", known=known)
 
 
 def test_running_statistics_may_be_included():
@@ -95,17 +96,17 @@ def test_tensors_that_do_not_fit_the_model_are_named(spoil, match):
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ({"labels": torch.tensor([[0], [1]])}, "labels must have shape"),
-        ({"labels": torch.tensor([7])}, "from 0 to 2"),
-        ({"labels": torch.tensor([0.5])}, "whole numbers"),
-        ({"labels": torch.tensor([0, 1]), "num_examples": 3}, "labels must have shape"),
+        ({"known": Known(labels=torch.tensor([[0], [1]]))}, "labels must have shape"),
+        ({"known": Known(labels=torch.tensor([7]))}, "from 0 to 2"),
+        ({"known": Known(labels=torch.tensor([0.5]))}, "whole numbers"),
+        ({"known": Known(labels=torch.tensor([0, 1])), "num_examples": 3}, "labels must have shape"),
         ({"lr": 0.0}, "lr"),
         ({"kind": "gradeint"}, "gradient"),
         ({"num_examples": 0}, "num_examples"),
         ({"num_examples": 2.5}, "whole number"),
         ({"num_examples": 10**9}, "num_examples"),
         ({"shape": (28, 28)}, "shape"),
-        ({"class_averages": torch.zeros(2, 1, 8, 8)}, "class_averages"),
+        ({"known": Known(class_averages=torch.zeros(2, 1, 8, 8))}, "class_averages"),
     ],
 )
 def test_bad_facts(bad, match):

@@ -21,12 +21,12 @@ from gradveil.engines.devices import local_settings, make_network
 from gradveil.engines.simulation import chosen_normalisation, usable_device
 from gradveil.engines.tripwire import inspect
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings, Protocol
 from gradveil.metrics import align, label_accuracy, score_targets
 from gradveil.metrics.base import is_guess
 from gradveil.randomness import derive_seed, stream
-from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat import Knowledge, Observation, PublicKnowledge, Reconstruction, ThreatModel
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 
 ITERATES = 12
@@ -133,17 +133,18 @@ def observed(
         threat=ThreatModel.of(*knows, *(["defence"] if cell.adaptive else [])),
         num_classes=dataset.num_classes,
         defence=defence,
-        how=_local(settings, cell),
-        lr=settings.lr if settings.update == "local" else 1.0,
-        rounds=settings.looks,
-        public_data=public,
-        class_averages=_class_averages(dataset, device) if "class-averages" in settings.knows else None,
-        alter=(lambda net: altering.alter(net, scene, stream(cell.seed, "alter"))) if altering else None,
-        early=_guards(settings, defence, aux),
-        num_clients=settings.clients,
-        aux=aux,
-        seed=cell.seed,
-        first_client=cell.first,
+        protocol=_protocol(settings, cell),
+        public=PublicKnowledge(
+            public, _class_averages(dataset, device) if "class-averages" in settings.knows else None
+        ),
+        federation=Federation(
+            guards=_guards(settings, defence, aux),
+            aux=aux,
+            num_clients=settings.clients,
+            first_client=cell.first,
+            seed=cell.seed,
+            alter=(lambda net: altering.alter(net, scene, stream(cell.seed, "alter"))) if altering else None,
+        ),
     )
 
 
@@ -176,10 +177,16 @@ def _guards(settings: AuditSettings, defence: Defence, aux: Batch | None) -> lis
     return [aux[slice(number, wanted, count)] for number in range(count)]
 
 
+def _protocol(settings: AuditSettings, cell: Cell) -> Protocol:
+    """Return how the attacked clients train, and in how many rounds the server looks at them."""
+    lr = settings.lr if settings.update == "local" else 1.0
+    return Protocol(_local(settings, cell), lr, rounds=settings.looks)
+
+
 def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:
     """How the attacked clients train: one gradient of all their images, or as in the training."""
     if settings.update == "gradient":
-        return LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freeze")
+        return ONE_GRADIENT
     how = local_settings(settings.training(cell.defence, cell.seed))
     return dataclasses.replace(how, batch_size=0) if how.algorithm == "fedsgd" else how
 

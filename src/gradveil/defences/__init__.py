@@ -1,8 +1,9 @@
 """Defences, one file each; base.py has the hooks."""
 
-from gradveil.defences.base import HOOKS, Budget, Client, Defence, Perturbation, Releases, Server
+from gradveil.defences.base import HOOKS, Client, Defence, Perturbation, Server
 from gradveil.defences.chain import Chain, build_defence, member, required
 from gradveil.defences.countermove import Arrived, Countermove
+from gradveil.defences.parts.accounting import Budget, Releases
 
 __all__ = [
     "HOOKS",

@@ -1,14 +1,16 @@
-"""What a defence is: identity hooks in the order the data meets them. Overriding one is the request for it."""
+"""The base of all defences: hooks that return their input, in the order in which the data meets them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.defences.countermove import Arrived, Countermove
+from gradveil.defences.parts.accounting import Budget, Releases
+from gradveil.defences.parts.reports import Reports
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.registry import Component
 from gradveil.storage import PrivateFolder
@@ -31,20 +33,21 @@ HOOKS = (
 
 @dataclass(frozen=True)
 class Client:
-    """What a hook that runs on the device has at hand. Nothing of it leaves the device but what the hook returns.
+    """A client as its hooks see it. Only what a hook returns can leave the device.
 
     Attributes:
         id: number of the client, from 0.
         round: number of the round, from 1.
-        model: the local network as it is now, its normalisation included; hooks read it and leave it unchanged.
-        start: the shared tensors as they were received at the start of the round.
-        data: all images of this client, as ``on_data`` left them (in ``on_data`` itself: as they came).
-        public: what the server broadcast beside the model, from ``public``.
+        model: the local network in its current state, including its normalisation; hooks must not change it.
+        start: the shared tensors received at the start of the round.
+        data: all images of this client, after ``on_data`` (in ``on_data`` itself: before it).
+        public: tensors that the server broadcast beside the model, from ``public``.
         state: per-client tensors that survive rounds; a hook may set and delete entries. Saved with mode 0600 in the
             client's private folder, never sent.
         rng: random stream of this client and round, on the CPU.
-        aux: public images that are at hand on every device; None where there are none.
-        folder: the client's own files, for long work that must survive an interruption; None where nothing is kept.
+        aux: public images that every device has, or None.
+        folder: the client's own files, for long work that must survive an interruption; None if nothing is kept.
+        reports: the numbers that hooks recorded with `report`.
     """
 
     id: int
@@ -57,16 +60,25 @@ class Client:
     rng: torch.Generator
     aux: Batch | None = None
     folder: PrivateFolder | None = None
+    reports: Reports = field(default_factory=Reports)
+
+    def report(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Record a number under a name that the defence declares in its ``reports``.
+
+        Repeated values of a round become their weighted mean. The number is private: a simulation writes the mean over
+        clients into its rows, a real site sends it only if its owner allows that.
+        """
+        self.reports.add(name, value, weight)
 
 
 @dataclass(frozen=True)
 class Server:
-    """What a hook that runs on the server has at hand.
+    """The server as its hooks see it.
 
     Attributes:
         round: number of the round, from 1.
-        model: the global network as it was broadcast; hooks read it and leave it unchanged.
-        public: what was broadcast beside the model in this round (empty while ``public`` itself runs).
+        model: the global network as broadcast; hooks must not change it.
+        public: tensors broadcast beside the model in this round (empty while ``public`` itself runs).
         state: server-side tensors that survive rounds and are part of the checkpoint.
         rng: random stream of the server and round, on the CPU.
     """
@@ -78,51 +90,25 @@ class Server:
     rng: torch.Generator
 
 
-class Releases(NamedTuple):
-    """What one client gives away over a whole training, as far as differential privacy counts it.
-
-    Attributes:
-        num_examples: images of the client.
-        batch_size: images a step (expected, where they are sampled).
-        steps: local steps in all rounds together.
-        uses: how often one image can be in a step at most, where batches are not sampled: once an epoch, or with FedSGD
-            once a round.
-        rounds: how many updates are sent.
-        entries: numbers in an update of the model; 0 where that is not told.
-    """
-
-    num_examples: int
-    batch_size: int
-    steps: int
-    uses: int
-    rounds: int = 1
-    entries: int = 0
-
-
-class Budget(NamedTuple):
-    """A guarantee of differential privacy for each of a client's images; the defence says what neighbours are."""
-
-    epsilon: float
-    delta: float
-
-
 @dataclass(frozen=True)
 class Defence(Component):
-    """Base of all defences: every hook is the identity. Each returns the type it was given and edits nothing.
+    """Base of all defences: every hook returns its input. A subclass overrides the hooks that it needs.
 
-    A defence that cannot protect what it was given raises `gradveil.errors.DefenceError`: then nothing is sent.
+    A hook returns the type it was given and never edits its input. A defence that cannot protect its input raises
+    `gradveil.errors.DefenceError`: then nothing is sent.
 
     Attributes:
-        post_processing: whether its hooks read nothing of a client but the tensors that they replace, so that a
-            guarantee of differential privacy given before survives them.
-        takes_own_gradient: whether ``on_gradient`` starts from the images, whatever earlier members of a chain made of
-            the gradient.
-        uses_aux: whether its hooks have use for public images, ``--aux``.
-        needs_aux: whether it can't do without them.
-        fewest_images: that a client must have.
-        hides_images: whether clients train on other images than their own, so that any attack's guesses need decoding.
-        aux_labels: whether they read those images' labels too, which then must be classes of the task.
-        marked_only: whether it protects images that are marked sensitive, and no others.
+        post_processing: whether its hooks read only the tensors that they replace, so that they keep an earlier
+            guarantee of differential privacy.
+        takes_own_gradient: whether ``on_gradient`` computes the gradient from the images again and ignores what
+            earlier members of a chain did to it.
+        uses_aux: whether its hooks can use public images, ``--aux``.
+        needs_aux: whether it requires public images.
+        aux_labels: whether its hooks read the public images' labels, which then must be classes of the task.
+        fewest_images: the number of images that each client needs at least.
+        hides_images: whether clients train on other images than their own, so that an attack's guesses need decoding.
+        marked_only: whether it protects only images that are marked sensitive.
+        reports: the numbers that its hooks may record with `Client.report`, each name with one line of help.
     """
 
     kind: ClassVar[str] = "defences"
@@ -134,21 +120,22 @@ class Defence(Component):
     fewest_images: ClassVar[int] = 1
     hides_images: ClassVar[bool] = False
     marked_only: ClassVar[bool] = False
+    reports: ClassVar[Mapping[str, str]] = {}
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
-        """Edit the architecture. Called on the server with its stream, and for each client with the client's own.
+        """Edit the architecture. Called once on the server and once per client, each with its own random stream.
 
-        The global values of shared tensors overwrite the result's; tensors named by ``private`` keep the value that
-        this call gave them on their device.
+        Clients receive the server's values of shared tensors; tensors named by ``private`` keep the values that this
+        call gave them on their device.
         """
         return model
 
     def private(self, name: str) -> bool:
-        """Whether the parameter or buffer of this name stays on the device for ever."""
+        """Return whether the parameter or buffer of this name never leaves the device."""
         return False
 
     def on_data(self, data: Batch, client: Client) -> Batch:
-        """Replace all of a client's images, once, before its first round. The result is kept on the device."""
+        """Replace all images of a client, once, before its first round. The result stays on the device."""
         return data
 
     def on_batch(self, batch: Batch, client: Client) -> Batch:
@@ -168,31 +155,31 @@ class Defence(Component):
         return update
 
     def early_clients(self, num_clients: int) -> tuple[int, ...]:
-        """Clients that train before the others in every round; ``public`` gets their updates."""
+        """Return the clients that train before the others in every round; ``public`` receives their updates."""
         return ()
 
     def public(self, early: Mapping[int, Update], server: Server) -> Tensors:
-        """What the server broadcasts beside the model, given the early clients' updates (after ``on_server``)."""
+        """Return what the server broadcasts beside the model, given early clients' updates after ``on_server``."""
         return {}
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
-        """Raise `ConfigError` before any work where this network (after ``on_model``) can't be protected. No hook.
+        """Raise `ConfigError` before training if this network (after ``on_model``) can't be protected. Not a hook.
 
         ``shape`` is (C, H, W) of the images.
         """
 
     def check_images(self, fewest: int, *, aux: bool) -> None:
-        """Raise `ConfigError` where clients with so few images can't be protected, or not without public ones."""
+        """Raise `ConfigError` if the smallest client has too few images, or public images are missing."""
         if fewest < self.fewest_images:
             raise ConfigError(
                 f"Defence {self.spec!r} needs clients with {self.fewest_images} images or more, got one with {fewest}. "
-                "Give clients more images (those that an audit attacks: --images), or lower what it mixes."
+                "Give clients more images (in an audit: --images), or let the defence mix fewer."
             )
         if self.needs_aux and not aux:
             raise ConfigError(f"Defence {self.spec!r} needs public images, got none. Give --aux.")
 
     def require_pixels(self, images: Tensor) -> None:
-        """Raise `DefenceError` where pixels are not in [0, 1]."""
+        """Raise `DefenceError` unless all pixels are in [0, 1]."""
         low, high = (float(images.min()), float(images.max())) if images.numel() else (0.0, 0.0)
         if not (low >= 0 and high <= 1):
             raise DefenceError(
@@ -200,36 +187,39 @@ class Defence(Component):
             )
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """How an attacker who knows this defence matches, by name; the first is the one to fear most. No hook."""
+        """Return countermoves by name: how an attacker who knows this defence adapts. The strongest is first.
+
+        Not a hook.
+        """
         return {}
 
     @property
     def counts_early(self) -> bool:
-        """Whether the early clients' updates are aggregated with the others."""
+        """Return whether the early clients' updates are aggregated with the others."""
         return True
 
     def budget(self, releases: Releases) -> Budget | None:
-        """The guarantee of differential privacy for a training that releases so much; None where there is none."""
+        """Return the differential privacy that a training with these releases has, or None."""
         return None
 
     def certificate(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor | None:
-        """(N,) a lower bound on the distance of each image from what can be rebuilt of it; None where there is none.
+        """Return a lower bound on each image's reconstruction error, (N,), or None.
 
-        The defence says what it bounds, and when. Distances are Euclidean, of pixels in [0, 1].
+        The defence's documentation says what is bounded, and when. Errors are Euclidean, of pixels in [0, 1].
         """
         return None
 
     def overrides(self, hook: str) -> bool:
-        """Whether this defence asks for a hook, i.e. replaces the identity."""
+        """Return whether this defence overrides a hook."""
         return getattr(type(self), hook) is not getattr(Defence, hook)
 
 
 @dataclass(frozen=True)
 class Perturbation(Defence, ABC):
-    """Base of defences that change tensors without looking at anything else: a subclass has `perturb`.
+    """Base of defences that change tensors and read nothing else: a subclass implements `perturb`.
 
     Attributes:
-        where: ``update`` perturbs what is sent, once a round; ``gradient`` the gradient of every local step.
+        where: ``update`` perturbs the update, once per round; ``gradient`` the gradient of every local step.
     """
 
     post_processing: ClassVar[bool] = True
@@ -240,16 +230,16 @@ class Perturbation(Defence, ABC):
 
     @abstractmethod
     def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-        """New tensors of the same names, shapes and types; ``rng`` is on the CPU."""
+        """Return perturbed tensors with the same names, shapes and types; ``rng`` is on the CPU."""
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
-        """Perturb every local step's gradient, if asked to."""
+        """Perturb the gradient if ``where`` is ``gradient``."""
         return self.perturb(gradient, client.rng) if self.where == "gradient" else gradient
 
     def on_update(self, update: Update, client: Client) -> Update:
-        """Perturb what is sent, if asked to."""
+        """Perturb the update if ``where`` is ``update``."""
         return replace(update, tensors=self.perturb(update.tensors, client.rng)) if self.where == "update" else update
 
     def overrides(self, hook: str) -> bool:
-        """Of the two hooks here only that of ``where``."""
+        """Return whether a hook is overridden; of the two hooks here, only the one that ``where`` names."""
         return hook == f"on_{self.where}" if hook in ("on_gradient", "on_update") else super().overrides(hook)

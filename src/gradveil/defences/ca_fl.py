@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Budget, Client, Defence, Releases, Server
+from gradveil.defences.base import Client, Defence, Server
 from gradveil.defences.clip import clip_rows
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.defences.laplace import Laplace
+from gradveil.defences.parts.accounting import Budget, Releases
 from gradveil.defences.pogz import refuse_infinite, refuse_moved_buffers
 from gradveil.errors import DefenceError
 from gradveil.types import Tensors, Update

@@ -84,6 +84,9 @@ class Dcs2(Defence):
     uses_aux: ClassVar[bool] = True
     aux_labels: ClassVar[bool] = False
     marked_only: ClassVar[bool] = True
+    reports: ClassVar[Mapping[str, str]] = {
+        "dcs2_distance": "mean distance of concealed samples from their images, in normalised pixels",
+    }
 
     start: str = "other"
     steps: int = 1000
@@ -118,6 +121,7 @@ class Dcs2(Defence):
         network = copy.deepcopy(client.model).eval()
         sensitive = batch[chosen]
         concealed = self.conceal(network, sensitive, client)
+        client.report("dcs2_distance", _distance(network, concealed.images, sensitive.images), weight=len(chosen))
         added = self._gradient(network, sensitive, concealed, gradient)
         whole = {
             name: (tensor + added[name] / len(batch) if name in added else tensor) / self.divisor
@@ -250,6 +254,13 @@ def projected(gradient: Tensors, reference: Tensors, margin: float = 0.0) -> dic
 def _space(network: nn.Module, images: Tensor) -> Space:
     channels, height, width = images.shape[1:]
     return Space(network, (channels, height, width), images)
+
+
+def _distance(network: nn.Module, images: Tensor, others: Tensor) -> float:
+    """Return the mean Euclidean distance of two batches (N, C, H, W), in normalised pixels."""
+    space = _space(network, images)
+    with torch.no_grad():
+        return float((space.from_pixels(images) - space.from_pixels(others)).flatten(1).norm(dim=1).mean())
 
 
 def _flat(gradients: Tensors) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from gradveil.defences.base import Budget, Client, Defence, Releases
+from gradveil.defences.base import Client, Defence
 from gradveil.defences.clip import clip_rows, row_norms
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, seen_noise
-from gradveil.defences.parts.accounting import epsilon
+from gradveil.defences.parts.accounting import Budget, Releases, epsilon
 from gradveil.errors import DefenceError
 from gradveil.networks.grads import example_gradients
 from gradveil.types import Batch, Tensors, Update
@@ -39,8 +39,9 @@ class DpSgd(Defence):
     Threat model: a curious server that sees all updates of a client, knows the model and all images but one, and wants
         to know whether that one took part.
     Does not protect: what many images of a client share (its class mix, a person with many images); clients' number of
-        images, which counts as known. Running statistics of BatchNorm (``Update.buffers``) would be sent as they are,
-        so a layer that tracks them is refused.
+        images, which counts as known; the share of clipped gradients, which a simulation writes into its rows (a real
+        site keeps it unless its node config allows ``reports``). Running statistics of BatchNorm (``Update.buffers``)
+        would be sent as they are, so a layer that tracks them is refused.
     Guarantee: (ε, δ)-differential privacy for each image of a client, adding or removing one, over all of its rounds:
         ``accounting.epsilon`` with q and σ. With ``shuffle`` no amplification by sampling is claimed: the Gaussian
         mechanism, once for each time an image takes part, and "removing" an image means to replace it by one without
@@ -59,6 +60,10 @@ class DpSgd(Defence):
     """
 
     takes_own_gradient: ClassVar[bool] = True
+    reports: ClassVar[Mapping[str, str]] = {
+        "dp_sgd_clipped": "share of per-example gradients that were clipped; without noise, so not covered by ε",
+    }
+
     clip: float = 1.0
     noise: float = 1.0
     sampling: str = "poisson"
@@ -88,7 +93,7 @@ class DpSgd(Defence):
         size = max(1, min(_MOST_EXAMPLES, _MOST_ENTRIES // max(entries, 1)))
         total = {name: torch.zeros_like(tensor) for name, tensor in gradient.items()}
         for start in range(0, len(batch), size):
-            part = self._clipped_sum(client.model, batch[slice(start, start + size)])
+            part = self._clipped_sum(batch[slice(start, start + size)], client)
             total = {name: tensor + part[name] for name, tensor in total.items()}
         expected = int(client.state.get(_BATCH_SIZE, torch.tensor(len(batch))))
         return {name: self._noisy(tensor, client.rng) / max(expected, 1) for name, tensor in total.items()}
@@ -126,14 +131,15 @@ class DpSgd(Defence):
             return Budget(epsilon(self.noise, rate, releases.steps, self.delta, self.accountant), self.delta)
         return Budget(epsilon(self.noise, 1.0, releases.uses, self.delta, self.accountant), self.delta)
 
-    def _clipped_sum(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def _clipped_sum(self, batch: Batch, client: Client) -> dict[str, Tensor]:
         """The sum of the examples' gradients, each scaled down to a norm of at most ``clip``."""
-        each = _gradients(network, batch)  # (N, ...) by name
+        each = _gradients(client.model, batch)  # (N, ...) by name
         norms = row_norms(each)  # (N,)
         if not bool(norms.isfinite().all()):
             raise DefenceError(
                 "Defence 'dp-sgd' can clip finite gradients only, got an image's that is not. Lower the learning rate."
             )
+        client.report("dp_sgd_clipped", float(norms.gt(self.clip).float().mean()), weight=len(batch))
         factors = 1 / (norms / self.clip).clamp(min=1.0)
         return {name: torch.tensordot(factors, tensor, 1) for name, tensor in each.items()}
 

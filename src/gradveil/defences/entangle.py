@@ -80,6 +80,10 @@ class Entangle(Defence):
     """
 
     uses_aux: ClassVar[bool] = True
+    reports: ClassVar[Mapping[str, str]] = {
+        "entangle_change": "A of Eq. 10: mean relative change of the weights in the round",
+        "entangle_replaced": "µ of Eq. 10: share of representations whose entries are replaced by the guard's",
+    }
 
     beta: float = 0.7
     guards: tuple[int, ...] = (0,)
@@ -145,7 +149,10 @@ class Entangle(Defence):
                 "Defence 'entangle' needs a finite update, got NaN or infinity. Lower the learning rate."
             )
         guard = self._mixture(_guards(client.public), client.rng)
-        rate = replacement_rate(update.tensors, client.start, self.beta)
+        change = relative_change(update.tensors, client.start)
+        rate = replacement_rate(change, self.beta)
+        client.report("entangle_change", change)
+        client.report("entangle_replaced", rate)
         changed = dict(update.tensors)
         for spot in self._spots(client, update.tensors):
             number = round(rate * len(spot.scores))
@@ -289,14 +296,12 @@ class _Spot(NamedTuple):
     entries: tuple[tuple[str, int], ...]
 
 
-def replacement_rate(change: Tensors, start: Tensors, beta: float) -> float:
-    """Eq. 10: the share of representations whose entries are replaced, in [0, 1].
+def relative_change(change: Tensors, start: Tensors) -> float:
+    """Return A of Eq. 10: the mean of abs(change / start) over all weights that were not 0; 0 if there are none.
 
     Example:
-        >>> round(replacement_rate({"w": torch.zeros(3)}, {"w": torch.ones(3)}, 0.7), 3)
-        0.2
-        >>> round(replacement_rate({"w": torch.tensor([9.0, 5.0])}, {"w": torch.tensor([0.1, 0.0])}, 0.7), 3)
-        0.4
+        >>> relative_change({"w": torch.tensor([2.0, 5.0])}, {"w": torch.tensor([4.0, 0.0])})
+        0.5
     """
     total, count = 0.0, 0
     for name, tensor in change.items():
@@ -305,7 +310,17 @@ def replacement_rate(change: Tensors, start: Tensors, beta: float) -> float:
             there = weights != 0
             total += float((tensor[there].double() / weights[there].double()).abs().sum())
             count += int(there.sum())
-    weight = math.exp(-total / count) if count else 1.0
+    return total / count if count else 0.0
+
+
+def replacement_rate(change: float, beta: float) -> float:
+    """Return µ of Eq. 10 for A = ``change``: the share of representations whose entries are replaced, in [0, 1].
+
+    Example:
+        >>> round(replacement_rate(0.0, 0.7), 3), round(replacement_rate(90.0, 0.7), 3)
+        (0.2, 0.4)
+    """
+    weight = math.exp(-change)
     return min(max((1 - 3 * weight) / (10 * (1 + weight)) + (1 - beta), 0.0), 1.0)
 
 

@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Budget, Client, Defence, Releases, Server
+from gradveil.defences.base import Client, Defence, Server
 from gradveil.defences.clip import clip_rows
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import Gaussian, noise_spread, seen_noise
-from gradveil.defences.parts.accounting import epsilon
+from gradveil.defences.parts.accounting import Budget, Releases, epsilon
 from gradveil.errors import DefenceError
 from gradveil.types import Tensors, Update
 from gradveil.validate import in_range

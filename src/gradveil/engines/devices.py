@@ -1,4 +1,4 @@
-"""The device side of a simulation: many clients, one after the other, on one network in one process."""
+"""The device side of a simulation: many clients take turns on one network in one process."""
 
 import math
 import secrets
@@ -15,7 +15,7 @@ from gradveil.data.federated import FederatedData
 from gradveil.defences.base import Client, Defence
 from gradveil.engines.tripwire import guard
 from gradveil.errors import ConfigError, RunFolderError
-from gradveil.federated.client import Score, score, train_locally
+from gradveil.federated.client import Broadcast, Device, Played, Score, Streams, play_client, score
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
 from gradveil.federated.server import ScoreRequest
@@ -23,26 +23,26 @@ from gradveil.models import create_model, load_weights
 from gradveil.models.base import Normalisation
 from gradveil.randomness import global_stream, stream
 from gradveil.storage import PrivateFolder
-from gradveil.types import Batch, Tensors, Update
+from gradveil.types import Batch, Tensors
 
 
 def chunk_size(shape: tuple[int, int, int]) -> int:
-    """Images scored in one go: 500 up to 3x64x64, fewer of larger ones.
+    """Return the number of images scored together: 500 up to 3x64x64, fewer if they are larger.
 
-    It depends on nothing else, so that sums of losses have the same bits on any number of workers.
+    It depends on nothing else, so that sums of losses have the same bits for any number of workers.
     """
     return max(1, min(500, 500 * 3 * 64 * 64 // math.prod(shape)))
 
 
 def chunks(data: FederatedData, request: ScoreRequest) -> range:
-    """Where each chunk of a request's images begins."""
+    """Return the start of each chunk of a request's images."""
     return range(0, data.count(request.images, request.client), chunk_size(data.shape))
 
 
 def make_network(
     settings: TrainSettings, shape: tuple[int, int, int], num_classes: int, normalisation: Normalisation | None
 ) -> nn.Module:
-    """The undefended network of a run, the same in every process."""
+    """Return the undefended network of a run, the same in every process."""
     network = create_model(settings.model, shape, num_classes, settings.seed, normalisation)
     if settings.weights:
         load_weights(network, Path(settings.weights))
@@ -50,23 +50,23 @@ def make_network(
 
 
 def defended(network: nn.Module, defence: Defence, seed: int, owner: str) -> nn.Module:
-    """The network after ``on_model`` with the owner's random stream; torch's global generator is left as it was."""
+    """Return the network after ``on_model`` with the owner's random stream; torch's global generator is restored."""
     with global_stream(seed, "on_model", owner, "global"):
         return defence.on_model(network, stream(seed, "on_model", owner))
 
 
 def refuse_in_part(defence: Defence, settings: TrainSettings) -> None:
-    """Raise where only some clients are to use a defence that changes the network, or has work for the server."""
+    """Raise if only some clients defend, but the defence changes the network or involves the server."""
     common = [hook for hook in ("on_model", "private", "on_server", "early_clients") if defence.overrides(hook)]
     if settings.defended and common:
         raise ConfigError(
             f"defended must be empty for a defence that server and clients share, got it with {defence.spec!r} "
-            f"({', '.join(common)}). Drop --defended, so that all defend."
+            f"({', '.join(common)}). Drop --defended, so that all clients defend."
         )
 
 
 def local_settings(settings: TrainSettings) -> LocalSettings:
-    """How each client trains under these settings; momentum has no meaning for the single step of FedSGD."""
+    """Return how each client trains under these settings; FedSGD's single step has no momentum."""
     averaging = settings.algorithm == "fedavg"
     return LocalSettings(
         algorithm=settings.algorithm,
@@ -80,7 +80,7 @@ def local_settings(settings: TrainSettings) -> LocalSettings:
 
 
 def is_private(network: nn.Module, defence: Defence, settings: TrainSettings) -> Callable[[str], bool]:
-    """Which tensors stay on the device: the defence's choice, and with ``batch_norm=local`` BatchNorm's statistics."""
+    """Return the test for tensors that stay on the device: the defence's, and BatchNorm statistics if ``local``."""
     statistics = {
         f"{layer_name}.{name}" if layer_name else name
         for layer_name, layer in network.named_modules()
@@ -92,7 +92,7 @@ def is_private(network: nn.Module, defence: Defence, settings: TrainSettings) ->
 
 @contextmanager
 def _explain_single_image() -> Iterator[None]:
-    """Say what to do where BatchNorm meets a batch of one image whose feature map is a single pixel."""
+    """Explain the error that BatchNorm raises for a batch of one image whose feature map is a single pixel."""
     try:
         yield
     except ValueError as error:
@@ -105,10 +105,10 @@ def _explain_single_image() -> Iterator[None]:
 
 
 class Devices:
-    """Runs any client's round, given what was broadcast; holds no client's data or state between calls.
+    """Plays any client's round; holds no client's data or state between calls.
 
-    All that is drawn for a client comes from ``seed``, by default the run's own: a real site draws one that nobody else
-    knows, since whoever has the seed can draw the same noise, batches and keys.
+    All random numbers of a client come from ``seed``, by default the run's seed. A real site draws a secret seed, as
+    whoever knows the seed can draw the same noise, batches and keys.
     """
 
     def __init__(
@@ -137,44 +137,38 @@ class Devices:
 
     @property
     def net(self) -> FlatModel:
-        """The network all clients take turns on."""
+        """Return the network that all clients take turns on."""
         return self._net
 
-    def train(self, number: int, round_number: int, received: Tensor, public: Tensors, lr: float) -> Update:
-        """One client's round: its data and private state in, the protected update out, the new state saved."""
+    def train(self, number: int, broadcast: Broadcast) -> Played:
+        """Play one client's round with its data and private state, and save its new state."""
         folder = self._private_folder(number)
-        seed = self._seed
-        saved = self._restore(number, round_number, folder)
-        state = dict(saved or {})
-        self._net.receive(received)
-        client = Client(
-            id=number,
-            round=round_number,
-            model=self._net.module,
-            start=self._net.shared_tensors(received),
-            data=self._data.client(number).to(self._settings.device),
-            public=public,
-            state=state,
-            rng=stream(seed, "client", number, "round", round_number),
-            aux=self._aux,
-            folder=folder,
-        )
+        saved = self._restore(number, broadcast.round, folder)
         defends = not self._settings.defended or number in self._settings.defended
         defence = self._defence if defends else Defence()
-        if defence.overrides("on_data"):
-            client = self._with_defended_data(client, folder, is_new=saved is None)
-        if self._settings.tripwire != "off":
-            guard(self._settings.tripwire, client)
-        order = stream(seed, "batches", number, "round", round_number)
-        with global_stream(seed, "layers", number, "round", round_number), _explain_single_image():
-            update = train_locally(self._net, received, client, defence, self._how, lr, order)
-        private = {f"model.{name}": tensor for name, tensor in self._net.private_tensors().items()}
+        device = self._device(number, folder, defence, saved)
+
+        def ready(client: Client) -> None:
+            if not device.prepared:
+                _keep_data(client)
+            if self._settings.tripwire != "off":
+                guard(self._settings.tripwire, client)
+
+        streams = replace(
+            Streams.of(self._seed, number, broadcast.round),
+            data=stream(self._seed, "on_data", number),
+            layers=global_stream(self._seed, "layers", number, "round", broadcast.round),
+        )
+        with _explain_single_image():
+            played = play_client(self._net, device, broadcast, defence, self._how, streams, ready=ready)
+        private = {f"model.{name}": tensor for name, tensor in played.after.items()}
+        state = {f"state.{key}": value for key, value in device.state.items()}
         if private or state or saved or folder.begins_anew:
-            folder.save_state(round_number, {**private, **{f"state.{key}": value for key, value in state.items()}})
-        return update
+            folder.save_state(broadcast.round, {**private, **state})
+        return played
 
     def score(self, request: ScoreRequest, start: int, after_round: int, received: Tensor) -> Score:
-        """Score the chunk of images that begins at ``start``, with the server's tensors or a client's."""
+        """Score the chunk of images that begins at ``start``, with the server's private tensors or a client's."""
         self._net.receive(received)
         if self._server_private:
             if request.client is None:
@@ -185,7 +179,7 @@ class Devices:
         return score(self._net.module, batch.to(self._settings.device))
 
     def require_state(self, number: int, round_number: int) -> None:
-        """Raise where a client that trained in this round has lost the private parts of its model since."""
+        """Raise if a client that trained in this round has lost the private parts of its model since."""
         if self._server_private:
             self._private_folder(number).require_state(round_number)
 
@@ -193,11 +187,11 @@ class Devices:
         return PrivateFolder(self._folder / str(number) / "private")
 
     def _restore(self, number: int, round_number: int, folder: PrivateFolder) -> dict[str, Tensor] | None:
-        """Put a client's private tensors into the network and return the rest of its state; None if it is new."""
+        """Load a client's private tensors into the network. Return the rest of its state, or None for a new client."""
         saved = folder.load_state(round_number) if self._stateful else None
         if self._server_private:
             if saved is None:
-                seed = secrets.randbits(256) if folder.begins_anew else self._seed  # the run's would give the old ones
+                seed = secrets.randbits(256) if folder.begins_anew else self._seed  # the run's draws the old ones
                 self._net.set_private(self._flat(f"client {number}", seed).private_tensors())
             else:
                 self._set_private(saved, number, folder)
@@ -211,19 +205,27 @@ class Devices:
                 f"The private state of client {number} in {folder.path} does not fit its model. {error}"
             ) from error
 
-    def _with_defended_data(self, client: Client, folder: PrivateFolder, *, is_new: bool) -> Client:
-        """Replace the client's data by ``on_data``'s, made once and kept with the state that it left."""
-        kept = folder.load("data")
+    def _device(self, number: int, folder: PrivateFolder, defence: Defence, saved: Tensors | None) -> Device:
+        """Return a client's data and state; the data are those that ``on_data`` made, if it has run before."""
+        state = dict(saved or {})
+        prepares = defence.overrides("on_data")
+        kept = folder.load("data") if prepares else None
         if kept is None:
-            rng = stream(self._seed, "on_data", client.id)
-            data = self._defence.on_data(client.data, replace(client, rng=rng))
-            kept = {"images": data.images, "labels": data.labels, "sensitive": data.sensitive}
-            kept |= {f"state.{key}": value for key, value in client.state.items()}
-            folder.save("data", kept)
-        elif is_new:  # killed after its data were made, and before its first round was over
-            client.state.update(_without_prefix(kept, "state."))
-        data = Batch(kept["images"], kept["labels"], kept["sensitive"]).to(self._settings.device)
-        return replace(client, data=data)
+            data = self._data.client(number)
+        else:
+            data = Batch(kept["images"], kept["labels"], kept["sensitive"])
+            if saved is None:  # killed after its data were made, and before its first round was over
+                state.update(_without_prefix(kept, "state."))
+        prepared = not prepares or kept is not None
+        return Device(data.to(self._settings.device), number, prepared, state, self._aux, folder)
+
+
+def _keep_data(client: Client) -> None:
+    """Save the data that ``on_data`` made, with the state that it left, in the client's private folder."""
+    if client.folder is not None:
+        data = client.data
+        kept = {"images": data.images, "labels": data.labels, "sensitive": data.sensitive}
+        client.folder.save("data", kept | {f"state.{key}": value for key, value in client.state.items()})
 
 
 def _without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The engine on real machines, over Flower: the server plays the same rounds, and every site trains on its own data.
 
-``server_app()`` here and ``client_app()`` of `gradveil.engines.flower_site` are all that a Flower app needs: see
-docs/flower.md and examples/flower. The settings of a run are those of `TrainSettings`, from Flower's run config, which
-may also have ``out``, a folder of the server, and ``data-root``, where the server looks for named data sets.
+A Flower app needs only ``server_app()`` from here and ``client_app()`` from `gradveil.engines.flower_site`: see
+docs/flower.md and examples/flower. Flower's run config holds the settings of `TrainSettings`; it may also have ``out``,
+a folder of the server, and ``data-root``, where the server looks for named data sets.
 """
 
 import time
@@ -25,7 +25,7 @@ from gradveil.engines.training import Training, record
 from gradveil.engines.tripwire import announce
 from gradveil.errors import ConfigError, WorkerError, named_error
 from gradveil.federated.client import Score
-from gradveil.federated.server import Engine, ScoreRequest, last_rounds
+from gradveil.federated.server import Engine, ScoreRequest, Sent, last_rounds
 from gradveil.types import Tensors, Update
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict  # isort: skip - flower_site says if missing
@@ -33,20 +33,20 @@ from flwr.serverapp import Grid, ServerApp  # isort: skip
 
 
 class FlowerEngine:
-    """Runs each client on the node of its site; the nodes are asked once who they are.
+    """Plays each client on the node of its site; asks the nodes once for their numbers.
 
     Args:
-        grid: Flower's way to the nodes.
+        grid: Flower's connection to the nodes.
         settings: of the run.
-        defence: which server and clients share.
-        dataset: that of the server: nodes build their network for its shape, classes and normalisation.
+        defence: shared by server and clients.
+        dataset: the server's; nodes build their network for its shape, classes and normalisation.
         here: scores the server's own model.
-        timeout: seconds until a node that has not answered is given up; None waits as long as Flower does.
-        wait: seconds until all nodes must be there.
+        timeout: seconds to wait for a node's answer; None waits as long as Flower does.
+        wait: seconds to wait for all nodes to connect.
 
     Attributes:
         sizes: number of images of each client.
-        num_sensitive: how many images are marked, in all.
+        num_sensitive: number of marked images of all clients.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class FlowerEngine:
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
-    ) -> Iterator[tuple[int, Update]]:
-        """Let clients train at their sites, all at once; yields in the order of ``clients``."""
+    ) -> Iterator[Sent]:
+        """Let clients train at their sites, all at once; yield in the order of ``clients``."""
         content = self._content(round_number, model) | {"public": ArrayRecord(dict(public))}
         content["step"] = ConfigRecord({"lr": lr})
         before = self._before(round_number - 1)
@@ -93,12 +93,13 @@ class FlowerEngine:
             facts, sent = config(answers[self._nodes[client]], "facts"), answers[self._nodes[client]].array_records
             for alarm in facts["alarms"]:
                 announce(alarm)
-            yield client, Update(tensors(sent["tensors"]), facts["images"], tensors(sent["buffers"]))
+            update = Update(tensors(sent["tensors"]), facts["images"], tensors(sent["buffers"]))
+            yield Sent(client, update, dict(zip(facts["report-names"], facts["report-values"], strict=True)))
 
     def score(self, round_number: int, requests: Sequence[ScoreRequest], model: Tensors) -> list[Score]:
-        """Score the server's model on its test images here, all else at the sites, each on the images that it has.
+        """Score the server's model on the server's test images here, and everything else at the sites.
 
-        So marked images are scored where they are: with a client's own model those of this client alone.
+        A site scores its own images only; so a client's own model is scored on this client's marked images only.
         """
         at_server = [request for request in requests if request == ScoreRequest("test")]
         totals = dict.fromkeys(requests, Score())
@@ -126,18 +127,18 @@ class FlowerEngine:
         return {"model": arrays, "round": number, "network": self._network}
 
     def _before(self, done: int) -> list[dict[str, ConfigRecord]]:
-        """The round, of those done, in which each client trained last (0: in none), so that it misses what it lost."""
+        """Return the last finished round in which each client trained, or 0, so that it notices lost state."""
         last = last_rounds(self._settings, self._defence, self.sizes, done)
         return [{"before": ConfigRecord({"trained": last.get(client, 0)})} for client in range(len(self.sizes))]
 
     def _present(self, count: int, wait: float) -> list[int]:
-        """The nodes, once they are all there."""
+        """Wait for all nodes and return them."""
         until = time.monotonic() + wait
         while len(nodes := list(self._grid.get_node_ids())) < count:
             if time.monotonic() > until:
                 raise WorkerError(
                     f"All {count} nodes must be there within {wait:g} seconds, got {len(nodes)}. "
-                    "Start the missing ones, or set the run's clients."
+                    "Start the missing nodes, or set the run's clients."
                 )
             time.sleep(1)
         return nodes
@@ -145,22 +146,22 @@ class FlowerEngine:
     def _ask(
         self, kind: str, contents: Mapping[int, Mapping[str, ArrayRecord | ConfigRecord]]
     ) -> dict[int, RecordDict]:
-        """What each node answers, in the order of ``contents``; an error, or no answer at all, is raised."""
+        """Return each node's answer, in the order of ``contents``. Raise if one fails or does not answer."""
         records = {node: RecordDict(dict(content)) for node, content in contents.items()}
         messages = [Message(record, dst_node_id=node, message_type=kind) for node, record in records.items()]
         answers, reasons = dict[int, RecordDict](), dict[int, str]()
         for reply in self._grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
             if reply.has_content():
                 answers[reply.metadata.src_node_id] = reply.content
-            else:  # the node's own, or the SuperLink's, which does not say whose it is
+            else:  # the node's own error, or the SuperLink's, which names no node
                 reasons[reply.metadata.src_node_id] = reply.error.reason or ""
         for node in contents:
             if node not in answers:
                 name = self._names.get(node, f"Node {node}")
                 reason = reasons.get(node) or " ".join(filter(None, reasons.values())) or "nothing came in time."
                 raise WorkerError(
-                    f"{name} must answer, got: {reason} Look at its SuperNode; the same run goes on from its last "
-                    "checkpoint, where it has an out folder."
+                    f"{name} must answer, got: {reason} Look at its SuperNode; with an out folder, the same run "
+                    "continues from its last checkpoint."
                 )
             if "error" in answers[node]:
                 failure = config(answers[node], "error")
@@ -171,9 +172,10 @@ class FlowerEngine:
 
 
 def server_app(*, timeout: float | None = None, wait: float = 600.0) -> ServerApp:
-    """A ServerApp that trains by the run config, into the folder ``out`` of the server if the run config has one.
+    """Return a ServerApp that trains by the run config, into the server's folder ``out`` if the run config has one.
 
-    The folder gets the rows, the checkpoint, the model and one row a client; a run of the same settings goes on there.
+    The folder gets the rows, the checkpoint, the model and one row per client; a run with the same settings continues
+    there.
     """
 
     def main(grid: Grid, context: Context) -> None:
@@ -196,7 +198,7 @@ def server_app(*, timeout: float | None = None, wait: float = 600.0) -> ServerAp
 def flower_training(
     grid: Grid, settings: TrainSettings, dataset: Dataset, *, timeout: float | None = None, wait: float = 600.0
 ) -> Training:
-    """The server's side of a run over Flower; ``dataset`` has the test images, its training images are not used."""
+    """Return the server's side of a run over Flower; of ``dataset`` only the test images are used."""
     defence = build_defence(settings.defence)
     check_choices(settings, defence)
     normalisation = chosen_normalisation(settings.normalise, dataset)

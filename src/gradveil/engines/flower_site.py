@@ -1,24 +1,26 @@
 """One site of a training over Flower: its own images, its private folder, its defence; answers the server's messages.
 
-A site says in its node config who it is and what it agrees to:
+A site's node config says who it is and what it agrees to:
 
 - ``partition-id``: its number among the clients, from 0. ``private-folder``: where keys, locks and all other state
   stay, mode 0600; never in Flower's ``Context.state``, never in a message.
-- ``data``: its own images, an .npz file or a folder; without it, its part of the run's data set as a simulation would
-  deal it. ``sensitive``: which of them are marked. ``data-root``: where named sets are looked for.
-- ``defence``: the only one that it trains under; another one in the run is refused. ``model``: likewise the only
-  network, by the same text, so that no layers come in that were not agreed on. ``tripwire``, ``device``: its own choice
-  in place of the run's.
-- ``repeatable=true``: noise, batches and keys come from the run's seed, to the same bits as in a simulation; but then
-  the server can draw them too. Without it every message is answered with fresh randomness of the system's, since noise
-  that is drawn again for another model can be taken off.
+- ``data``: its own images, an .npz file or a folder; by default the part of the run's data set that a simulation would
+  give this client. ``sensitive``: which images are marked. ``data-root``: where to look for named data sets.
+- ``defence``: the only defence that it trains under; a run with another one is refused. ``model``: the only network
+  that it trains, by the same text, so that no unknown layers come in. ``tripwire``, ``device``: override the run's.
+- ``reports=true``: sends the numbers that the defence's hooks record (`gradveil.defences.Client.report`). They are
+  computed from private images, and no guarantee covers them, so by default they stay at the site.
+- ``repeatable=true``: noise, batches and keys come from the run's seed, with the same bits as in a simulation; but then
+  the server can draw them too. By default every message is answered with fresh system randomness, as noise that is
+  drawn again for another model can be subtracted.
 
-What leaves a site: the update after ``on_update``, the number of images it came from, how many it has (and how many are
-marked), how many it scores right with which loss, what the tripwire found, and errors that gradveil raised on purpose.
+What leaves a site: the update after ``on_update``, the number of images behind it, the numbers of its images and of its
+marked images, the number of correct answers and the loss of each score, the tripwire's findings, the text of
+gradveil's own errors, and the defence's reports if the site allows them.
 
 Trust: Flower ships the app's code from whoever starts the run, and a site runs it. The checks here stop a curious
-server and a wrong setting, not one that sends other code: install gradveil at the site, read the app, and confine its
-process.
+server and a wrong setting, but not a server that sends other code: install gradveil at the site, read the app, and
+confine its process.
 """
 
 import logging
@@ -42,7 +44,7 @@ from gradveil.engines.simulation import check_choices, deal
 from gradveil.engines.training import single_thread
 from gradveil.engines.tripwire import TripwireWarning, hearing
 from gradveil.errors import ConfigError, GradveilError, RunFolderError
-from gradveil.federated.client import Score
+from gradveil.federated.client import Broadcast, Score
 from gradveil.federated.server import ScoreRequest
 from gradveil.models import Normalisation
 from gradveil.storage import write_atomic
@@ -55,15 +57,15 @@ except ImportError as error:
 
 LOG = logging.getLogger("flwr")
 SERVER_KEYS = ("out", "data-root")
-"""What a run config holds beside the settings, for the server."""
+"""Keys of a run config that are not settings of the training but the server's own."""
 
 
 def client_app(data: Callable[[Context], Dataset] | None = None) -> ClientApp:
-    """A ClientApp for one site.
+    """Return a ClientApp for one site.
 
     Args:
-        data: this site's images: the training split is what it trains on, the test split what its own model is scored
-            on; by default what the node config says.
+        data: returns this site's images: it trains on the training split, and its own model is scored on the test
+            split. By default the node config names them.
     """
     app = ClientApp()
     for register, work in ((app.query, _introduce), (app.train, _train), (app.evaluate, _score)):
@@ -81,9 +83,10 @@ class _Site:
     data: FederatedData
     folder: Path
     seed: int | None
+    tells_reports: bool
 
     def devices(self, content: RecordDict) -> Devices:
-        """This client's side of a round, on the network that the server describes."""
+        """Return this client's side of a round, with the network that the server describes."""
         asked = config(content, "network")
         shape, num_classes = tuple(asked["shape"]), asked["num-classes"]
         normalisation = Normalisation(tuple(asked["mean"]), tuple(asked["std"])) if "mean" in asked else None
@@ -98,7 +101,7 @@ class _Site:
 
 
 def _open_site(context: Context, data: Callable[[Context], Dataset] | None) -> _Site:
-    """The site by its own node config and the run's settings; an error where it does not agree to these."""
+    """Return the site that node config and run settings describe. Raise if the site does not agree to the run."""
     node, settings = context.node_config, run_settings(context)
     number, private = node.get("partition-id"), str(node.get("private-folder", ""))
     if not isinstance(number, int) or not 0 <= number < settings.clients:
@@ -119,7 +122,8 @@ def _open_site(context: Context, data: Callable[[Context], Dataset] | None) -> _
         defence.check_images(len(own.train), aux=bool(own.public))
     tripwire, device = str(node.get("tripwire", settings.tripwire)), str(node.get("device", settings.device))
     seed = None if node.get("repeatable") is True else secrets.randbits(256)
-    return _Site(number, replace(settings, tripwire=tripwire, device=device), defence, own, folder, seed)
+    settings, tells = replace(settings, tripwire=tripwire, device=device), node.get("reports") is True
+    return _Site(number, settings, defence, own, folder, seed, tells)
 
 
 def _not_agreed(what: str, agreed: object, asked: str) -> ConfigError:
@@ -136,7 +140,7 @@ def _site_data(
     number: int,
     data: Callable[[Context], Dataset] | None,
 ) -> FederatedData:
-    """This client's images: the site's own, else its part of the run's set. No other client's are kept."""
+    """Return this client's images: the site's own, or its part of the run's data set without the other clients'."""
     node = context.node_config
     root = Path(str(node["data-root"])) if "data-root" in node else None
     aux = load_dataset(settings.aux, root) if settings.aux else None
@@ -148,20 +152,20 @@ def _site_data(
 
 
 def _refuse_other_data(path: Path, found: str) -> None:
-    """Raise where a site's images are not those that the same training began with: what it keeps was made of them."""
+    """Raise if a site's images are not those that its training began with: its private state was made from them."""
     if not path.exists():
         write_atomic(path, found.encode(), mode=0o600)
     elif path.read_text() != found:
         raise RunFolderError(
-            "A site must keep the images that its training began with, got others. Bring them back; or, to begin "
-            f"with new keys, empty {path.parent} and put an empty file begin-anew there."
+            "A site must keep the images that its training began with, got others. Restore them; or, to begin with "
+            f"new keys, empty {path.parent} and put an empty file begin-anew there."
         )
 
 
 def _answering(
     work: Callable[[_Site, RecordDict], RecordDict], data: Callable[[Context], Dataset] | None
 ) -> Callable[[Message, Context], Message]:
-    """What Flower calls; an error becomes an answer. Of one that gradveil did not foresee only the class is told."""
+    """Return the function that Flower calls. It answers with errors too; of unexpected ones only the class is sent."""
 
     def answer(message: Message, context: Context) -> Message:
         try:
@@ -192,10 +196,16 @@ def _train(site: _Site, content: RecordDict) -> RecordDict:
     received = devices.net.shared_vector(tensors(content.array_records["model"]))
     public, lr = tensors(content.array_records["public"]), config(content, "step")["lr"]
     with warnings.catch_warnings(action="ignore", category=TripwireWarning), hearing() as alarms:
-        update = devices.train(site.number, number, received, public, lr)
+        played = devices.train(site.number, Broadcast(received, lr, number, public))
     for alarm in alarms:
         LOG.warning("%s", alarm)
-    answer = _facts({"images": update.num_examples, "alarms": alarms})
+    update, told = played.update, played.reports if site.tells_reports else {}
+    answer = _facts({
+        "images": update.num_examples,
+        "alarms": alarms,
+        "report-names": list(told),
+        "report-values": list(told.values()),
+    })  # fmt: skip
     answer["tensors"], answer["buffers"] = ArrayRecord(dict(update.tensors)), ArrayRecord(dict(update.buffers))
     return answer
 
@@ -219,7 +229,7 @@ def _score(site: _Site, content: RecordDict) -> RecordDict:
 
 
 def run_settings(context: Context) -> TrainSettings:
-    """The settings of the run, from Flower's run config."""
+    """Return the settings of the run, from Flower's run config."""
     return make_train_settings({key: v for key, v in context.run_config.items() if key not in SERVER_KEYS})
 
 
@@ -228,10 +238,10 @@ def _facts(values: dict[str, Any]) -> RecordDict:
 
 
 def config(content: RecordDict, name: str) -> dict[str, Any]:
-    """A message's record of plain values."""
+    """Return a message's record of plain values."""
     return dict(content.config_records[name])
 
 
 def tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
-    """A message's record of tensors by name."""
+    """Return a message's record of tensors by name."""
     return dict(arrays.to_torch_state_dict())

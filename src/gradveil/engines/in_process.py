@@ -1,4 +1,4 @@
-"""The embedded engine in this process: one client after the other. The only choice for a GPU or for live objects."""
+"""The embedded engine in this process: one client after the other. Required for a GPU and for live objects."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,13 +9,13 @@ from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
 from gradveil.defences.base import Defence
 from gradveil.engines.devices import Devices, chunks
-from gradveil.federated.client import Score
-from gradveil.federated.server import ScoreRequest
-from gradveil.types import Tensors, Update
+from gradveil.federated.client import Broadcast, Score
+from gradveil.federated.server import ScoreRequest, Sent
+from gradveil.types import Tensors
 
 
 class InProcess:
-    """Runs each client in turn, with what was broadcast in memory."""
+    """Plays each client in turn in this process."""
 
     def __init__(
         self,
@@ -30,11 +30,12 @@ class InProcess:
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
-    ) -> Iterator[tuple[int, Update]]:
+    ) -> Iterator[Sent]:
         """Let clients train one after the other."""
-        received = self._vector(model)
+        broadcast = Broadcast(self._vector(model), lr, round_number, public)
         for client in clients:
-            yield client, self._devices.train(client, round_number, received, public, lr)
+            played = self._devices.train(client, broadcast)
+            yield Sent(client, played.update, played.reports)
 
     def score(self, round_number: int, requests: Sequence[ScoreRequest], model: Tensors) -> list[Score]:
         """Score models, chunk by chunk."""

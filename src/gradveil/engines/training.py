@@ -1,4 +1,4 @@
-"""A federated training over any engine: the loop over rounds, the server's model, and the figures of every row."""
+"""A federated training over any engine: the loop over rounds, the server's model, and the figures of each row."""
 
 import math
 import time
@@ -23,18 +23,18 @@ from gradveil.registry import own_files
 from gradveil.storage import save_tensors, write_atomic
 
 MOST_PERSONAL = 200
-"""Clients with a model of their own that are scored on all test images at the end."""
+"""At most this many clients with their own models are scored on all test images at the end."""
 Row = dict[str, Any]
 
 
 class Training:
-    """What a server holds of a run, wherever its clients are.
+    """The server's side of a run, wherever its clients are.
 
     Args:
-        settings: all that decides the result.
-        defence: which server and clients share.
+        settings: everything that decides the result.
+        defence: shared by server and clients.
         net: the server's network, after ``on_model``.
-        engine: runs the clients.
+        engine: plays the clients.
         sizes: number of images of each client.
         has_sensitive: whether any client has images that are marked sensitive.
     """
@@ -55,14 +55,14 @@ class Training:
         self.server_state: dict[str, Tensor] = {}
 
     def resume(self, model: Mapping[str, Tensor], server_state: Mapping[str, Tensor], done: int = 0) -> None:
-        """Go on from a checkpoint's model and server state, after so many rounds."""
+        """Continue from a checkpoint's model and server state, after ``done`` rounds."""
         if {name: tensor.shape for name, tensor in model.items()} != {n: t.shape for n, t in self.model.items()}:
             raise RunFolderError("The checkpoint must fit the model of this run, got other tensors or shapes.")
         self.model = {name: model[name].to(self.net.values) for name in self.model}
         self.server_state = dict(server_state)
 
     def run(self, first: int = 1, on_round: Callable[[Round], None] = lambda _: None) -> Iterator[Row]:
-        """Play the rounds from ``first`` on; yields a row after each. With no rounds, only evaluates."""
+        """Play the rounds from ``first`` on and yield a row after each. Without rounds, only evaluate."""
         if self.settings.rounds == 0:
             with single_thread():
                 figures = self._evaluate(0, ())
@@ -99,12 +99,14 @@ class Training:
         }
         if self.settings.tripwire != "off":
             row["tripwire_warnings"] = len(alarms)  # clients that found a trap
+        if self.defence.reports:
+            row["reports"] = {n: v if math.isfinite(v) else None for n, v in sorted(played.reports.items())}
         return row, played
 
     def client_rows(self, round_number: int) -> list[Row]:
-        """Each client's size and the accuracy of its model on its own training images and on the test images.
+        """Return one row per client: its size, and its model's accuracy on its own training images and on test images.
 
-        Where clients have private tensors, each has a model of its own; the test images are then scored for the first
+        If clients have private tensors, each has its own model; then test images are scored for the first
         `MOST_PERSONAL` clients only.
         """
         everyone = range(self.settings.clients)
@@ -126,10 +128,10 @@ class Training:
         ]
 
     def _evaluate(self, number: int, clients: tuple[int, ...]) -> Mapping[str, float | None]:
-        """Accuracy and loss on the test images, and accuracy on the sensitive ones.
+        """Return accuracy and loss on the test images, and accuracy on the sensitive ones.
 
-        Where parts of the model are private, no single model exists: the figures are means over the round's clients,
-        each with its own, and ``accuracy_server`` is that of the server's model with its own random private part.
+        If parts of the model are private, no single model exists: the figures are means over the round's clients, each
+        with its own model, and ``accuracy_server`` is that of the server's model with its own random private part.
         """
         views: tuple[int | None, ...] = clients if self.net.has_private and clients else (None,)
         requests = [ScoreRequest("test", view) for view in views]
@@ -144,7 +146,7 @@ class Training:
         figures["accuracy"] = sum(score.accuracy for score in test) / len(test)
         figures["loss"] = loss
         if self._has_sensitive:
-            marked = [score.accuracy for score in rest[: len(views)] if score.count]  # a real site has its own alone
+            marked = [score.accuracy for score in rest[: len(views)] if score.count]  # a real site scores its own only
             figures["accuracy_sensitive"] = sum(marked) / len(marked) if marked else None
         if views != (None,):
             figures["accuracy_server"] = scores[-1].accuracy
@@ -152,7 +154,7 @@ class Training:
 
 
 Progress = Callable[[int, Mapping[str, Any] | None, str], None]
-"""Called with the number of finished rounds, the last row and what is being done, at each change of these."""
+"""Called with the number of finished rounds, the last row and the current activity, whenever one of them changes."""
 
 
 def record(
@@ -163,7 +165,7 @@ def record(
     resume: bool,
     progress: Progress = lambda done, row, doing: None,
 ) -> tuple[list[Row], list[Row]]:
-    """Play a training into its folder, from the checkpoint there on if ``resume``; all rows, and one a client."""
+    """Train, saving to ``folder``; resume from its checkpoint if asked. Return round rows and client rows."""
     settings, out = training.settings, folder.path
     files = [settings.weights, *own_files(settings.model), *own_files(settings.defence)]
     checkpoint = folder.begin(settings, fingerprint(dataset, files), resume=resume)
@@ -187,7 +189,7 @@ def record(
 
 
 def _save_round(out: Path, played: Round, settings: TrainSettings) -> None:
-    """Save the model that a chosen round began with and what each client sent, as a server would have them."""
+    """Save the model that a chosen round began with and each client's update, as a server would have them."""
     if played.number not in settings.save_rounds:
         return
     folder = out / "rounds" / f"{played.number:06d}"
@@ -214,7 +216,7 @@ def _save_round(out: Path, played: Round, settings: TrainSettings) -> None:
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """One torch thread: the bits are those of a worker, and no idle thread spins on the workers' cores."""
+    """Use one torch thread: the bits are those of a worker, and no idle thread spins on the workers' cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

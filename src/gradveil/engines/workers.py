@@ -1,8 +1,8 @@
 """The embedded engine on all cores: persistent worker processes, one flat vector each way through shared memory.
 
 Each worker has one torch thread and glibc malloc settings that keep freed memory (docs/performance.md has the ratios).
-A worker rebuilds everything from plain text and mapped arrays: nothing but numbers and texts crosses the pipe. Results
-are taken in the order of the clients, whichever worker finishes first, so the bits do not depend on the workers.
+A worker rebuilds everything from plain text and mapped arrays: only numbers and text cross the pipe. Results are taken
+in the order of the clients, whichever worker finishes first, so the bits do not depend on the number of workers.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import tempfile
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,21 +31,21 @@ from gradveil.data.federated import FederatedData
 from gradveil.defences.chain import build_defence
 from gradveil.engines.devices import Devices, chunks, make_network
 from gradveil.engines.tripwire import TripwireWarning, announce, hearing
-from gradveil.federated.client import Score
+from gradveil.federated.client import Broadcast, Score
 from gradveil.federated.flat import FlatModel
-from gradveil.federated.server import ScoreRequest
+from gradveil.federated.server import ScoreRequest, Sent
 from gradveil.models.base import Normalisation
 from gradveil.storage import to_safetensors
 from gradveil.types import Tensors, Update
 
 R = TypeVar("R")
 _AHEAD = 2
-"""Tasks that a worker is given at once, so that it never waits for the next."""
+"""Tasks that a worker has at once, so that it never waits for the next one."""
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """All that a worker needs to build its side of the simulation."""
+    """Everything that a worker needs to build its side of the simulation."""
 
     settings: TrainSettings
     shape: tuple[int, int, int]
@@ -75,8 +75,18 @@ class _ScoreChunk:
 
 
 @dataclass(frozen=True)
+class _Trained:
+    """What a client sent; an update of the model's own shape lies in the shared vectors, and ``tensors`` is None."""
+
+    num_examples: int
+    reports: Mapping[str, float]
+    tensors: bytes | None = None
+    buffers: bytes = b""
+
+
+@dataclass(frozen=True)
 class _Failure:
-    """An error in a worker: its class, where gradveil raised it on purpose, and what to say."""
+    """An error in a worker: its message, and its class if it is one of gradveil's own errors."""
 
     kind: str
     message: str
@@ -129,12 +139,13 @@ class Workers:
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
-    ) -> Iterator[tuple[int, Update]]:
-        """Let clients train on all workers; yields in the order of ``clients``."""
+    ) -> Iterator[Sent]:
+        """Let clients train on all workers; yield in the order of ``clients``."""
         if clients:
             self._begin(round_number, model, public, lr)
             results = self._run([_Train(client) for client in clients], self._read_update)
-            yield from zip(clients, results, strict=True)
+            for client, (update, reports) in zip(clients, results, strict=True):
+                yield Sent(client, update, reports)
 
     def score(self, round_number: int, requests: Sequence[ScoreRequest], model: Tensors) -> list[Score]:
         """Score models on all workers, chunk by chunk."""
@@ -152,7 +163,7 @@ class Workers:
             self._send(pipe, message)
 
     def _run(self, tasks: Sequence[_Train | _ScoreChunk], read: Callable[[object, int], R]) -> Iterator[R]:
-        """Hand out the tasks and yield their results in order; at most as many are under way as there are rows."""
+        """Hand out the tasks and yield their results in order; each task under way has its own row of the vectors."""
         waiting = deque(enumerate(tasks))
         load = dict.fromkeys(self._pipes, 0)
         done: dict[int, tuple[int, object, list[str]]] = {}
@@ -175,11 +186,13 @@ class Workers:
             self._free_rows.append(row)
             yield value
 
-    def _read_update(self, result: object, row: int) -> Update:
-        if isinstance(result, int):  # an update of the model's own shape lies in the row; this is its num_examples
-            return self._net.to_update(torch.from_numpy(self._vectors[row].copy()), result)
-        tensors, num_examples, buffers = cast(tuple[bytes, int, bytes], result)
-        return Update(safetensors.torch.load(tensors), num_examples, safetensors.torch.load(buffers))
+    def _read_update(self, result: object, row: int) -> tuple[Update, Mapping[str, float]]:
+        trained = cast(_Trained, result)
+        if trained.tensors is None:  # an update of the model's own shape lies in the row
+            vector = torch.from_numpy(self._vectors[row].copy())
+            return self._net.to_update(vector, trained.num_examples), trained.reports
+        tensors, buffers = map(safetensors.torch.load, (trained.tensors, trained.buffers))
+        return Update(tensors, trained.num_examples, buffers), trained.reports
 
     def _send(self, pipe: Connection, message: object) -> None:
         try:
@@ -215,8 +228,8 @@ def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
     """Body of a worker process: serve tasks until the pipe closes."""
     _keep_freed_memory()
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr  # what a user's model prints is no result
-    warnings.simplefilter("ignore", TripwireWarning)  # the parent says it
+    sys.stdout = sys.stderr  # output of a user's model is not a result
+    warnings.simplefilter("ignore", TripwireWarning)  # the parent warns
     data = FederatedData.load(folder)
     vectors = np.load(folder / "vectors.npy", mmap_mode="r+")
     devices: Devices | None = None
@@ -239,13 +252,14 @@ def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
                     result = devices.score(task.request, task.start, begin.round_number, received)
                 else:
                     with hearing() as alarms:
-                        update = devices.train(task.client, begin.round_number, received, public, begin.lr)
-                    vector = devices.net.to_vector(update)
+                        played = devices.train(task.client, Broadcast(received, begin.lr, begin.round_number, public))
+                    update, vector = played.update, devices.net.to_vector(played.update)
                     if vector is None:
-                        result = (to_safetensors(update.tensors), update.num_examples, to_safetensors(update.buffers))
+                        parts = to_safetensors(update.tensors), to_safetensors(update.buffers)
+                        result = _Trained(update.num_examples, played.reports, *parts)
                     else:
                         vectors[row] = vector.detach().cpu().numpy()
-                        result = update.num_examples
+                        result = _Trained(update.num_examples, played.reports)
             except errors.GradveilError as error:
                 result = _Failure(type(error).__name__, str(error))
             except Exception:
@@ -267,7 +281,7 @@ def _build_devices(blueprint: Blueprint, data: FederatedData) -> Devices:
 
 
 def _keep_freed_memory() -> None:
-    """Tell glibc to serve tensors from its heap and not to give freed memory back at every step; a no-op elsewhere."""
+    """Make glibc allocate tensors from its heap and keep freed memory; do nothing with another C library."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
@@ -281,6 +295,6 @@ def _read_score(result: object, row: int) -> Score:
 
 
 def _as_error(failure: _Failure) -> Exception:
-    """The worker's error in this process: of the same class where gradveil raised it on purpose."""
+    """Return the worker's error: of the same class if it is one of gradveil's own errors."""
     error = errors.named_error(failure.kind, failure.message)
     return error or RuntimeError(f"A worker failed:\n{failure.message}")

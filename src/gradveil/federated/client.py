@@ -1,16 +1,152 @@
 """One client's round: receive the model, train on local data under the defence's hooks, return what is sent."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradveil.defences.base import Client, Defence
+from gradveil.defences.parts.reports import Reports
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
-from gradveil.types import Batch, Update
+from gradveil.randomness import stream
+from gradveil.storage import PrivateFolder
+from gradveil.types import Batch, Tensors, Update
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What a server sends to a client when a round begins.
+
+    Attributes:
+        model: the shared part of the model as one vector.
+        lr: the learning rate.
+        round: number of the round, from 1.
+        public: tensors beside the model, from the defence's ``public``.
+    """
+
+    model: Tensor
+    lr: float
+    round: int = 1
+    public: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a client has when a round begins, beside its network.
+
+    Attributes:
+        data: its images.
+        number: of the client, from 0.
+        prepared: whether ``on_data`` has already replaced ``data``.
+        state: tensors that survive rounds; the round's hooks change it in place.
+        aux: public images, or None.
+        folder: its private files, or None if nothing is kept.
+    """
+
+    data: Batch
+    number: int = 0
+    prepared: bool = False
+    state: MutableMapping[str, Tensor] = field(default_factory=dict)
+    aux: Batch | None = None
+    folder: PrivateFolder | None = None
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The random streams of one client's round.
+
+    Attributes:
+        hooks: for the defence's hooks, `Client.rng`.
+        order: shuffles the batches; apart from ``hooks``, so that all defences see the same batches.
+        data: for ``on_data``; by default ``hooks``.
+        layers: sets torch's global generator while the network trains, for layers that draw from it (Dropout).
+    """
+
+    hooks: torch.Generator
+    order: torch.Generator
+    data: torch.Generator | None = None
+    layers: AbstractContextManager[None] = field(default_factory=nullcontext)
+
+    @staticmethod
+    def of(seed: int, client: int, round_number: int) -> "Streams":
+        """Return the streams of a client and round; ``data`` and ``layers`` keep their defaults."""
+        names = (client, "round", round_number)
+        return Streams(stream(seed, "client", *names), stream(seed, "batches", *names))
+
+
+@dataclass(frozen=True)
+class Played:
+    """One client's finished round.
+
+    Attributes:
+        update: what it sends.
+        data: its images after ``on_data``.
+        before: the private tensors of its model before training.
+        after: the same after training.
+        reports: the numbers that its hooks recorded, by name.
+    """
+
+    update: Update
+    data: Batch
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    reports: Mapping[str, float]
+
+
+def play_client(
+    net: FlatModel,
+    device: Device,
+    broadcast: Broadcast,
+    defence: Defence,
+    how: LocalSettings,
+    streams: Streams,
+    *,
+    ready: Callable[[Client], None] = lambda client: None,
+    watch: Callable[[Batch], None] | None = None,
+) -> Played:
+    """Play one client's round: prepare its data if this was not done before, train, and return what it sends.
+
+    Args:
+        net: the client's network, with its own private tensors.
+        device: what the client has.
+        broadcast: what it received.
+        defence: its defence.
+        how: how it trains.
+        streams: its random streams.
+        ready: called with the client when its data are prepared, before it trains; an error stops the round.
+        watch: called with every batch that the network is about to see.
+    """
+    net.receive(broadcast.model)
+    client = Client(
+        id=device.number,
+        round=broadcast.round,
+        model=net.module,
+        start=net.shared_tensors(broadcast.model),
+        data=device.data,
+        public=broadcast.public,
+        state=device.state,
+        rng=streams.hooks,
+        aux=device.aux,
+        folder=device.folder,
+        reports=Reports(defence.reports),
+    )
+    if not device.prepared:
+        client = replace(client, data=prepared_data(client, defence, streams))
+    ready(client)
+    before = net.private_tensors()
+    with streams.layers:
+        update = train_locally(net, broadcast.model, client, defence, how, broadcast.lr, streams.order, watch)
+    return Played(update, client.data, before, net.private_tensors(), client.reports.means())
+
+
+def prepared_data(client: Client, defence: Defence, streams: Streams) -> Batch:
+    """Return the client's images after the defence's ``on_data``, on the device where they were before."""
+    seen = replace(client, rng=streams.data or streams.hooks)
+    return defence.on_data(client.data, seen).to(client.data.images.device)
 
 
 def train_locally(
@@ -26,8 +162,8 @@ def train_locally(
     """Train ``net`` from the ``received`` shared vector on ``client.data`` and return the protected update.
 
     ``order`` shuffles the batches; it is not ``client.rng``, so that all defences see the same batches. SGD is that of
-    `torch.optim.SGD`, on one vector: d = g + weight_decay * w, v = momentum * v + d, w = w - lr * v. ``watch`` is shown
-    every batch that the network is about to see.
+    `torch.optim.SGD`, on one vector: d = g + weight_decay * w, v = momentum * v + d, w = w - lr * v. ``watch`` is
+    called with every batch that the network is about to see.
     """
     net.receive(received)
     _set_mode(net.module, how)
@@ -50,7 +186,7 @@ def train_locally(
 
 
 def _step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, how: LocalSettings, lr: float) -> Tensor | None:
-    """One step of SGD in place; returns the new velocity, None without momentum."""
+    """Take one step of SGD in place. Return the new velocity, or None without momentum."""
     if how.weight_decay:
         gradient = gradient.add(weights, alpha=how.weight_decay)
     if how.momentum:
@@ -61,7 +197,7 @@ def _step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, how: Local
 
 
 def _batches(data: Batch, how: LocalSettings, order: torch.Generator) -> Iterator[Batch]:
-    """The batches of a round in a fresh random order each epoch; the last of an epoch may be smaller."""
+    """Yield the batches of a round, shuffled anew in each epoch; the last batch of an epoch may be smaller."""
     size = how.batch_size or len(data)
     if how.algorithm == "fedsgd":
         yield data[torch.randperm(len(data), generator=order)[:size]]
@@ -82,7 +218,7 @@ def _set_mode(module: nn.Module, how: LocalSettings) -> None:
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model does on some images; scores of parts add up."""
+    """How well a model does on some images. Scores of disjoint sets of images can be added."""
 
     correct: int = 0
     loss_sum: float = 0.0
@@ -93,17 +229,17 @@ class Score:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct answers."""
+        """Return the share of correct answers."""
         return self.correct / self.count
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy."""
+        """Return the mean cross-entropy."""
         return self.loss_sum / self.count
 
 
 def score(module: nn.Module, batch: Batch) -> Score:
-    """Score a network on images with class labels, in evaluation mode."""
+    """Return the score of a network on images with class labels, in evaluation mode."""
     module.eval()
     with torch.no_grad():
         logits = module(batch.images)

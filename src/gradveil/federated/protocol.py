@@ -2,22 +2,22 @@
 
 from dataclasses import dataclass
 
-from gradveil.defences.base import Releases
+from gradveil.defences.parts.accounting import Releases
 from gradveil.validate import in_range, one_of
 
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """How a client trains.
+    """How a client trains in one round.
 
     Attributes:
         algorithm: ``fedavg`` trains for ``epochs``; ``fedsgd`` takes the gradient of a single batch.
         epochs: passes over the client's data in a round.
-        batch_size: images a step; 0 is all of the client's.
-        momentum: of SGD; starts anew each round.
-        nesterov: Nesterov's form of the momentum.
+        batch_size: images per step; 0 takes all of the client's images.
+        momentum: of SGD; its velocity starts at 0 in each round.
+        nesterov: whether to use Nesterov momentum.
         weight_decay: L2 penalty, added to the gradient after the defence.
-        batch_norm: ``freeze`` trains with the received running statistics; else those of the batch are used.
+        batch_norm: ``freeze`` trains with the received running statistics; ``average`` and ``local`` use the batch's.
     """
 
     algorithm: str = "fedavg"
@@ -37,7 +37,7 @@ class LocalSettings:
         one_of("batch_norm", self.batch_norm, ["average", "local", "freeze"])
 
     def step_weights(self, num_examples: int) -> list[float]:
-        """How much each step's gradient counts in the whole change, for it goes on in the momentum.
+        """Return the weight of each step's gradient in the update, momentum included.
 
         Example:
             >>> LocalSettings(epochs=3, batch_size=0, momentum=0.5).step_weights(4)
@@ -48,7 +48,7 @@ class LocalSettings:
         return [1 + self.momentum * weight for weight in carried] if self.nesterov else carried
 
     def num_steps(self, num_examples: int) -> int:
-        """How many steps a round takes on so many images.
+        """Return the number of local steps per round for a client with ``num_examples`` images.
 
         Example:
             >>> LocalSettings(epochs=2, batch_size=4).num_steps(10)
@@ -58,10 +58,21 @@ class LocalSettings:
             return 1
         return self.epochs * -(-num_examples // (self.batch_size or num_examples))
 
-    def releases(self, num_examples: int, rounds: int = 1, entries: int = 0) -> Releases:
-        """What a client with so many images gives away in so many rounds, for the accounting of privacy.
+    def images_per_update(self, num_examples: int) -> int:
+        """Return the number of different images behind one update of a client with ``num_examples`` images.
 
-        ``entries`` are those of the model, where a defence's budget depends on them.
+        Example:
+            >>> LocalSettings("fedsgd", batch_size=4).images_per_update(10), LocalSettings().images_per_update(10)
+            (4, 10)
+        """
+        if self.algorithm == "fedsgd":
+            return min(self.batch_size or num_examples, num_examples)
+        return num_examples
+
+    def releases(self, num_examples: int, rounds: int = 1, entries: int = 0) -> Releases:
+        """Return what a client with ``num_examples`` images releases in ``rounds`` rounds, for privacy accounting.
+
+        ``entries`` is the number of entries of the model; some defences' budgets depend on it.
 
         Example:
             >>> LocalSettings(epochs=2, batch_size=4).releases(10, rounds=3)
@@ -70,3 +81,30 @@ class LocalSettings:
         batch = min(self.batch_size or num_examples, num_examples)
         passes = self.epochs if self.algorithm == "fedavg" else 1
         return Releases(num_examples, batch, self.num_steps(num_examples) * rounds, passes * rounds, rounds, entries)
+
+
+ONE_GRADIENT = LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freeze")
+"""One gradient of all of a client's images with BatchNorm frozen; Dropout stays on, as in any training."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How the clients of a federation train, and which of their rounds are looked at.
+
+    Attributes:
+        local: how a client trains in one round; by default it sends one gradient of all its images.
+        lr: the clients' learning rate.
+        first_round: number of the first round, from 1, for defences that change over time.
+        rounds: number of rounds, from the first on. The server broadcasts the same weights in each of them, while
+            clients draw new random numbers and keep their state: many encodings of the same images.
+    """
+
+    local: LocalSettings = ONE_GRADIENT
+    lr: float = 1.0
+    first_round: int = 1
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        in_range("lr", self.lr, 0, open_low=True)
+        in_range("first_round", self.first_round, 1)
+        in_range("rounds", self.rounds, 1)

@@ -1,8 +1,8 @@
-"""The server's side: who trains, how updates are weighted and added up, and the loop over rounds."""
+"""The server's side: who trains, how updates are weighted and added, and one round from start to end."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradveil.config import TrainSettings
 from gradveil.defences.base import Defence, Server
+from gradveil.defences.parts.reports import mean_over_clients
 from gradveil.errors import DefenceError, DivergedError
 from gradveil.federated.client import Score
 from gradveil.randomness import stream
@@ -21,13 +22,28 @@ class Engine(Protocol):
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
-    ) -> Iterable[tuple[int, Update]]:
-        """Let clients train from ``model``; yields what each sends, in the order of ``clients``."""
+    ) -> Iterable["Sent"]:
+        """Let clients train from ``model``; yield what each sends, in the order of ``clients``."""
         ...
 
     def score(self, round_number: int, requests: Sequence["ScoreRequest"], model: Tensors) -> list[Score]:
-        """Score models after a round, one score a request."""
+        """Return one score per request, of models after a round."""
         ...
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a server gets from one client.
+
+    Attributes:
+        client: its number.
+        update: the update it sent.
+        reports: the numbers that its hooks recorded, by name; empty if the client keeps them.
+    """
+
+    client: int
+    update: Update
+    reports: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class ScoreRequest:
 
 
 def sample_clients(settings: TrainSettings, sizes: Sequence[int], round_number: int) -> list[int]:
-    """The clients that train in a round, in the order drawn; with replacement a client can appear twice."""
+    """Return the clients drawn for a round, in order; with replacement a client can appear twice."""
     rng = stream(settings.seed, "sampling", round_number)
     count = settings.num_sampled
     if settings.sampling == "uniform":
@@ -54,7 +70,7 @@ def sample_clients(settings: TrainSettings, sizes: Sequence[int], round_number: 
 
 
 def last_rounds(settings: TrainSettings, defence: Defence, sizes: Sequence[int], done: int) -> dict[int, int]:
-    """Of the first ``done`` rounds the last in which each client trained; without those that have not."""
+    """Return the last of the first ``done`` rounds in which each client trained; only clients that did train."""
     early, found = defence.early_clients(len(sizes)), dict[int, int]()
     for number in range(1, done + 1):
         found |= dict.fromkeys([*early, *sample_clients(settings, sizes, number)], number)
@@ -64,7 +80,7 @@ def last_rounds(settings: TrainSettings, defence: Defence, sizes: Sequence[int],
 def update_weights(
     settings: TrainSettings, sizes: Sequence[int], drawn: Sequence[int], early: Sequence[int] = ()
 ) -> dict[int, float]:
-    r"""The factor of each participating client's update: early clients always take part, the others were drawn.
+    r"""Return the weight of each participating client's update: early clients always take part, others were drawn.
 
     ``size``: :math:`n_k / \sum_{j \in S} n_j`; ``uniform``: :math:`1 / K`; ``unbiased``: :math:`p_k N / K` with
     :math:`p_k = n_k / n`, which need not add up to one (an early client, never left to chance, has :math:`p_k`). A
@@ -94,7 +110,7 @@ def update_weights(
 
 
 def learning_rate(settings: TrainSettings, round_number: int) -> float:
-    """The clients' learning rate in a round, from 1.
+    """Return the clients' learning rate in a round; the first round is 1.
 
     Example:
         >>> settings = TrainSettings(rounds=9, lr=1.0, lr_decay=0.5, lr_steps=(3,), lr_factor=0.1)
@@ -108,11 +124,11 @@ def learning_rate(settings: TrainSettings, round_number: int) -> float:
 class Aggregate:
     """The running weighted sum of updates, in float64 and in a fixed order, so that the bits never vary.
 
-    Buffers are averaged: their weights are divided by ``weight_sum``, since a variance must not be extrapolated.
+    Buffers are averaged: their weights are divided by ``weight_sum``, as a variance must not be extrapolated.
     """
 
     def __init__(self, weight_sum: float = 1.0) -> None:
-        self._share = 1 / weight_sum if weight_sum else 0.0  # nobody who counts was drawn: nothing moves
+        self._share = 1 / weight_sum if weight_sum else 0.0  # no drawn client has weight: nothing moves
         self._totals: dict[str, Tensor] = {}
 
     def add(self, update: Update, weight: float) -> None:
@@ -123,7 +139,7 @@ class Aggregate:
                 self._totals[name] = self._totals[name].add_(change) if name in self._totals else change
 
     def apply(self, model: Tensors) -> dict[str, Tensor]:
-        """The model after the sum is added to it; every tensor of the model must have been updated, and no other."""
+        """Return the model plus the sum; every tensor of the model must have been updated, and no other."""
         if self._totals.keys() != model.keys():
             odd = sorted(self._totals.keys() ^ model.keys())
             raise DefenceError(
@@ -147,11 +163,12 @@ class Round:
 
     Attributes:
         number: of the round, from 1.
-        clients: those that trained, each once.
+        clients: the clients that trained, each once.
         received: the model they started from.
-        sent: what each of them sent, where the round's updates were asked for.
-        recovered: the same after ``on_server``, as they were aggregated.
+        sent: the update of each client; empty unless the round is one of ``save_rounds``.
+        recovered: the same updates after ``on_server``, as they were aggregated.
         model: the model after aggregation.
+        reports: the mean of each number that hooks recorded, over the clients that recorded it.
     """
 
     number: int
@@ -160,6 +177,7 @@ class Round:
     sent: Mapping[int, Update]
     recovered: Mapping[int, Update]
     model: dict[str, Tensor]
+    reports: Mapping[str, float] = field(default_factory=dict)
 
 
 def play_round(
@@ -172,14 +190,15 @@ def play_round(
     model: dict[str, Tensor],
     state: MutableMapping[str, Tensor],
 ) -> Round:
-    """One round of federated learning, from the global ``model`` to the next.
+    """Play one round of federated learning, from the global ``model`` to the next.
 
-    ``network`` is the server's copy of the network, for the hooks to look at; ``state`` is the server's own.
+    ``network`` is the server's copy of the network, which hooks can read; ``state`` is the server's own.
     """
     lr = learning_rate(settings, number)
     keep = number in settings.save_rounds
     sent: dict[int, Update] = {}
     kept: dict[int, Update] = {}
+    reports: list[Mapping[str, float]] = []
     server = Server(number, network, {}, state, stream(settings.seed, "server", number))
 
     # Step 1: choose who trains; early clients always do.
@@ -193,21 +212,23 @@ def play_round(
     aggregate = Aggregate(sum(weights.values()))
 
     def collect(clients: Sequence[int], side: Server) -> Iterator[tuple[int, Update]]:
-        for client, update in engine.train(number, clients, model, side.public, lr):
-            recovered = defence.on_server(update, side)
+        for answer in engine.train(number, clients, model, side.public, lr):
+            client, recovered = answer.client, defence.on_server(answer.update, side)
             if keep:
-                sent[client], kept[client] = update, recovered
+                sent[client], kept[client] = answer.update, recovered
+            reports.append(answer.reports)
             aggregate.add(recovered, weights[client])
             yield client, recovered
 
-    # Step 2: early clients (a guard) train first; what comes of them is broadcast to the others.
+    # Step 2: early clients (a guard) train first; the defence makes its broadcast to the others of their updates.
     first = dict(collect(early, server))
     public = defence.public(first, server)
 
-    # Step 3: the others train, and each update is added as it comes in.
+    # Step 3: the others train, and each update is added when it arrives.
     others = [client for client in weights if client not in early]
     for _ in collect(others, Server(number, network, public, state, server.rng)):
         pass
 
     # Step 4: the sum of the weighted updates moves the global model.
-    return Round(number, (*early, *others), model, sent, kept, aggregate.apply(model))
+    means = mean_over_clients(reports)
+    return Round(number, (*early, *others), model, sent, kept, aggregate.apply(model), means)

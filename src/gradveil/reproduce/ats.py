@@ -11,18 +11,18 @@ from gradveil.attacks.gs import Gs
 from gradveil.attacks.untransform import Untransform
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.data.pixels import to_batch
-from gradveil.defences import Client, build_defence
+from gradveil.defences import build_defence
 from gradveil.defences.ats import policy_of, random_signs, transformed
 from gradveil.defences.parts.policies import Candidate, accuracy_score, privacy_scores, search_policies
-from gradveil.federated.client import train_locally
+from gradveil.federated.client import Broadcast, Device, Streams, play_client
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
 from gradveil.metrics.psnr import Psnr
 from gradveil.models import create_model
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
-from gradveil.threat import Observation, Reconstruction, ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat import Observation, PublicKnowledge, Reconstruction, ThreatModel
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 
 MODEL = "lenet-dlg:activation=relu,init=default"
@@ -41,16 +41,15 @@ def _network(dataset: Dataset, seed: int) -> nn.Module:
 
 
 def _trained(lab: Lab, dataset: Dataset, spec: str, steps: int, epochs: int = 1) -> nn.Module:
-    """A network after so many steps of 32 images under a defence."""
+    """Return a network after ``steps`` steps of 32 images per epoch under a defence."""
     net = FlatModel(_network(dataset, lab.seed), lambda name: False)
     received = net.values[net.shared].clone()
     if steps:
         order = torch.randperm(len(dataset.train), generator=stream(lab.seed, "ats", "train"))
-        data = _images(dataset.train, order[: 32 * steps].numpy())
-        rng = stream(lab.seed, "ats", "client")
-        client = Client(0, 1, net.module, net.shared_tensors(received), data, {}, {}, rng)
+        device = Device(_images(dataset.train, order[: 32 * steps].numpy()))
+        streams = Streams(stream(lab.seed, "ats", "client"), stream(lab.seed, "ats", "batches"))
         how = LocalSettings(epochs=epochs, batch_size=32, momentum=0.9)
-        train_locally(net, received, client, build_defence(spec), how, 0.01, stream(lab.seed, "ats", "batches"))
+        play_client(net, device, Broadcast(received, lr=0.01), build_defence(spec), how, streams)
     return net.module.eval()
 
 
@@ -126,8 +125,8 @@ def _inverted(
         threat=ThreatModel.of("labels", "num-examples", "defence", "public-data", "encodings"),
         num_classes=dataset.num_classes,
         defence=build_defence(spec),
-        public_data=public,
-        seed=lab.seed,
+        public=PublicKnowledge(public),
+        federation=Federation(seed=lab.seed),
     )
     attack = Gs(iterations=lab.pick(5, 1000, 2000), tv=1e-5, sign="none", schedule="cosine")
     found = attack.run(seen, stream(lab.seed, "ats", "gs"))

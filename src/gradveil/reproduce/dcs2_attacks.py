@@ -18,8 +18,8 @@ from gradveil.models import create_model
 from gradveil.randomness import stream
 from gradveil.reproduce.base import rounded
 from gradveil.reproduce.dcs2_training import CLIENTS, DEFENDED, Images
-from gradveil.threat import Knowledge, ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat import Knowledge, PublicKnowledge, ThreatModel
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 
 FIGURES = ("psnr", "ssim", "lpips")
@@ -81,17 +81,15 @@ def attack_case(case: Case, defence: str, attack: str, *, adaptive: bool, seed: 
     alters = Knowledge.ALTERS_MODEL in built.needs
     knows = ["labels", "num-examples", "class-averages"]
     knows += [*built.needs] + ["defence"] * adaptive
+    alter = (lambda network: built.alter(network, scene, stream(seed, "alter"))) if alters else None
     seen = observe(
         case.network,
         case.private,
         threat=ThreatModel.of(*knows),
         num_classes=case.num_classes,
         defence=defending,
-        class_averages=case.averages,
-        public_data=case.public,
-        alter=(lambda network: built.alter(network, scene, stream(seed, "alter"))) if alters else None,
-        aux=case.aux if defending.uses_aux else None,
-        seed=seed,
+        public=PublicKnowledge(case.public, case.averages),
+        federation=Federation(aux=case.aux if defending.uses_aux else None, seed=seed, alter=alter),
     )
     return built(seen, stream(seed, "dcs2", "attack")).images
 

@@ -31,7 +31,7 @@ from gradveil.registry import build
 from gradveil.reproduce.base import Lab, Result, rounded
 from gradveil.reproduce.entangle_training import DEFENCES, PARTITION_NOTE, STAND_INS, images, training, training_note
 from gradveil.threat import ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch, Tensors
 
 # --- Figure 6: reconstruction by GS -----------------------------------------------------------------------------------
@@ -152,8 +152,7 @@ def attack_case(case: Case, defence: Defence, attack: str, adaptive: bool, seed:
         threat=ThreatModel.of("labels", "num-examples", *(["defence"] if adaptive else [])),
         num_classes=case.num_classes,
         defence=defence,
-        early=[case.guard] * len(defence.early_clients(targets + 1)),
-        seed=seed,
+        federation=Federation(guards=[case.guard] * len(defence.early_clients(targets + 1)), seed=seed),
     )
     guesses, losses = [], []
     for trial in range(TRIALS):

@@ -22,8 +22,8 @@ from gradveil.progress import listening
 from gradveil.randomness import derive_seed, stream
 from gradveil.reproduce.base import Lab, Result, picture_lines, rounded
 from gradveil.reproduce.trainings import thinned
-from gradveil.threat import ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat import PublicKnowledge, ThreatModel
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch, Tensors
 
 LOCKED, WIDE = "fedkl:lock=common", "fedkl:init=uniform,lock=common"
@@ -75,8 +75,8 @@ def attacked(
         threat=threat,
         num_classes=data.num_classes,
         defence=build_defence(defence),
-        public_data=_public(data),
-        seed=lab.seed,
+        public=PublicKnowledge(_public(data)),
+        federation=Federation(seed=lab.seed),
     )
 
     def work() -> Tensors:

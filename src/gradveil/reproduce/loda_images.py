@@ -23,16 +23,16 @@ from gradveil.defences.ats import Ats
 from gradveil.defences.loda import Loda
 from gradveil.defences.mixup import Mixup
 from gradveil.engines.simulation import Simulation
-from gradveil.federated.client import score, train_locally
+from gradveil.federated.client import Broadcast, Device, Streams, play_client, score
 from gradveil.federated.flat import FlatModel
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.metrics import align, score_targets
 from gradveil.models import Normalisation, create_model
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Lab, rounded
 from gradveil.storage import PrivateFolder
-from gradveil.threat import Observation, Reconstruction, ThreatModel
-from gradveil.threat.observe import observe
+from gradveil.threat import Observation, PublicKnowledge, Reconstruction, ThreatModel
+from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch, Tensors
 
 ATTACKED = "lenet-dlg"
@@ -190,11 +190,9 @@ def _gradients(lab: Lab, scene: LodaScene, hidden: Batch, defence: Defence, roun
         threat=ThreatModel.of("labels", "num-examples", "defence", "public-data", *knows),
         num_classes=10,
         defence=defence,
-        how=LocalSettings(algorithm="fedsgd", batch_size=1, batch_norm="freeze"),
-        rounds=rounds if mixes else 1,
-        public_data=scene.public,
-        aux=scene.public,
-        seed=lab.seed,
+        protocol=Protocol(LocalSettings("fedsgd", batch_size=1, batch_norm="freeze"), rounds=rounds if mixes else 1),
+        public=PublicKnowledge(scene.public),
+        federation=Federation(aux=scene.public, seed=lab.seed),
     )
 
 
@@ -264,11 +262,10 @@ def accuracy_under(defence: Defence, scene: LodaScene, model: str, epochs: int, 
         network = create_model(model, _shape(scene.learn), 10, seed, Normalisation(_numbers(MEAN), _numbers(STD)))
         net = FlatModel(network, lambda name: False)
         received = net.values[net.shared].clone()
-        rng = stream(seed, "loda", "client")
-        client = Client(0, 1, net.module, net.shared_tensors(received), scene.learn, {}, {}, rng, scene.public)
-        client = replace(client, data=defence.on_data(scene.learn, client))
+        streams = Streams(stream(seed, "loda", "client"), stream(seed, "loda", "batches"))
         how = LocalSettings(epochs=epochs, batch_size=32, momentum=0.9, weight_decay=5e-4)
-        train_locally(net, received, client, defence, how, 0.02, stream(seed, "loda", "batches"))
+        device = Device(scene.learn, aux=scene.public)
+        play_client(net, device, Broadcast(received, lr=0.02), defence, how, streams)
     images = len(scene.test)
     parts = [score(net.module, scene.test[slice(start, start + 500)]) for start in range(0, images, 500)]
     return sum(part.correct for part in parts) / images
@@ -314,10 +311,9 @@ def shown(lab: Lab, scene: LodaScene, defence: Defence, rounds: int) -> Observat
         threat=ThreatModel.of("encodings", "labels", "num-examples", "defence", "public-data"),
         num_classes=10,
         defence=defence,
-        rounds=rounds,
-        public_data=scene.public,
-        aux=scene.public,
-        seed=lab.seed,
+        protocol=Protocol(rounds=rounds),
+        public=PublicKnowledge(scene.public),
+        federation=Federation(aux=scene.public, seed=lab.seed),
     )
 
 

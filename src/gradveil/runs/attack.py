@@ -31,7 +31,7 @@ from gradveil.randomness import stream
 from gradveil.report.pictures import strip_png
 from gradveil.runs.update_spec import UpdateSpec
 from gradveil.storage import load_tensors, read_metadata, to_safetensors, write_atomic
-from gradveil.threat import Observation, Reconstruction
+from gradveil.threat import Known, Observation, Reconstruction
 from gradveil.threat.observe import hold_private
 from gradveil.threat.received import received
 from gradveil.types import Batch
@@ -144,10 +144,12 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
         kind=spec.kind,
         lr=1.0 if spec.lr is None else spec.lr,
         num_examples=spec.num_examples,
-        labels=None if spec.labels is None else torch.tensor(spec.labels),
-        local_steps=spec.local_steps(),
-        defence=defence,
-        public_data=_public(spec.public_data, shape, device) if spec.public_data else None,
+        known=Known(
+            public_data=_public(spec.public_data, shape, device) if spec.public_data else None,
+            labels=None if spec.labels is None else torch.tensor(spec.labels),
+            local_steps=spec.local_steps(),
+            defence=defence,
+        ),
     )
 
 

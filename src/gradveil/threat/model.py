@@ -1,9 +1,8 @@
-"""What a server knows, what it saw, and what it makes of it: the values on both sides of the door in `observe`."""
+"""What an attack gets, `Observation`, and what it returns, `Reconstruction`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,84 +10,37 @@ from torch import Tensor, nn
 from gradveil.defences.base import Defence
 from gradveil.errors import ThreatModelError
 from gradveil.federated.protocol import LocalSettings
+from gradveil.threat.knowledge import Knowledge, ThreatModel
 from gradveil.types import Batch, Tensors
 
 V = TypeVar("V")
 
 
-class Knowledge(StrEnum):
-    """What a server may know beside the model it broadcast and the update it received."""
+class Lock(NamedTuple):
+    """One client's private tensors without its keys: their values before a round, and their change in it."""
 
-    LABELS = "labels"
-    """The labels of the private images."""
-    NUM_EXAMPLES = "num-examples"
-    """How many images an update was computed from."""
-    LOCAL_STEPS = "local-steps"
-    """Epochs, batch size, learning rate, momentum and decay of local training; not the order of the images."""
-    DEFENCE = "defence"
-    """Which defence the client uses, with its settings: an adaptive attacker."""
-    PUBLIC_DATA = "public-data"
-    """Images of the same kind from elsewhere."""
-    CLASS_AVERAGES = "class-averages"
-    """The mean image of each class."""
-    BATCH_STATISTICS = "batch-statistics"
-    """Mean and variance of the private batch at the input of each BatchNorm."""
-    PRIVATE_STATE = "private-state"
-    """The client's private tensors (keys, lock layers), for experiments on sharing them."""
-    KEY = "key"
-    """Of the private tensors the keys alone, as they were before the round."""
-    LOCK = "lock"
-    """Of the private tensors all but the keys, as they were before the round, and their change in it."""
-    ENCODINGS = "encodings"
-    """The images as the network saw them, after the defence had changed them; what a perfect inversion finds."""
-    ALTERS_MODEL = "alters-model"
-    """The server alters the model that it broadcasts: a malicious server, not only a curious one."""
-
-
-@dataclass(frozen=True)
-class ThreatModel:
-    """What the server of an experiment knows. Every row states it.
-
-    Example:
-        >>> ThreatModel.of("labels", "num-examples").names
-        ['labels', 'num-examples']
-    """
-
-    knows: frozenset[Knowledge] = frozenset()
-
-    @staticmethod
-    def of(*names: str) -> "ThreatModel":
-        """The threat model that grants what is named."""
-        known = {knowledge.value: knowledge for knowledge in Knowledge}
-        for name in names:
-            if name not in known:
-                raise ThreatModelError(f"Unknown knowledge {name!r}. Known: {', '.join(known)}.")
-        return ThreatModel(frozenset(known[name] for name in names))
-
-    @property
-    def names(self) -> list[str]:
-        """What is granted, for rows and reports."""
-        return sorted(knowledge.value for knowledge in self.knows)
+    before: dict[str, Tensor]
+    change: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """All that an attack gets: T updates from one broadcast model, and the facts that were granted.
+    """All that an attack gets: T updates from one broadcast model, and the facts that the threat model grants.
 
-    They are of T clients, or of fewer in several rounds: those of one client stand together, in the order of rounds.
-
-    A fact that was not granted is not in here: asking for it raises `ThreatModelError`.
+    The updates are from T clients, or from T / ``rounds`` clients in several rounds; then the updates of one client
+    stand together, in the order of rounds. A fact that was not granted is not stored here: reading it raises
+    `ThreatModelError`.
 
     Attributes:
-        network: the network as it was broadcast, in evaluation mode; it normalises its input itself.
-        updates: what each client sent, stacked: (T, shape of the tensor), the change of each parameter.
-        buffers: likewise the change of shared buffers.
+        network: the network as broadcast, in evaluation mode; it normalises its input itself.
+        updates: the change of each parameter in every client's update, (T, shape of the parameter).
+        buffers: the change of each shared buffer, (T, shape of the buffer).
         shape: (C, H, W) of an image.
         num_classes: of the task.
-        single_step: whether each update is one step on one batch (FedSGD), so that it is a gradient but for a factor.
+        single_step: whether each update is one step on one batch (FedSGD), so a gradient times a factor.
         threat: what was granted.
-        public: what the server broadcast beside the model.
-        rounds: how many of the updates, one after the other, are of the same client.
+        public: tensors that the server broadcast beside the model.
+        rounds: number of updates per client.
     """
 
     network: nn.Module
@@ -102,106 +54,107 @@ class Observation:
     rounds: int = 1
     _facts: dict[Knowledge, object] = field(default_factory=dict, repr=False)
     _step_size: float | None = field(default=None, repr=False)
-    _changes: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
     _num_images: int | None = field(default=None, repr=False)
 
     @property
     def num_targets(self) -> int:
-        """T: how many updates are looked at."""
+        """Return T, the number of updates."""
         return len(next(iter(self.updates.values())))
 
     @property
     def labels(self) -> Tensor:
-        """(T, B): each client's labels, sorted, since their order says nothing; (T, B, classes) of trained mixtures."""
+        """Return (T, B) labels per update, sorted, as their order is unknown; (T, B, classes) if images were mixed."""
         return self._fact(Knowledge.LABELS, Tensor)
 
     @property
     def num_examples(self) -> int:
-        """B: images behind each update."""
+        """Return B, the number of images behind each update."""
         return self._fact(Knowledge.NUM_EXAMPLES, int)
 
     @property
     def num_images(self) -> int:
-        """How many images each client holds: those of an update, unless several rounds show different ones."""
-        known = self.num_examples  # which must be granted
+        """Return the number of images per client: B, unless its rounds show different images."""
+        known = self.num_examples  # must be granted
         return known if self._num_images is None else self._num_images
 
     @property
     def encodings(self) -> Batch:
-        """The batches as the network saw them, one after the other: images (T * B, C, H, W)."""
+        """Return the batches as the network saw them, joined: images (T * B, C, H, W)."""
         return self._fact(Knowledge.ENCODINGS, Batch)
 
     @property
     def local_steps(self) -> LocalSettings:
-        """How the clients train."""
+        """Return how the clients train."""
         return self._fact(Knowledge.LOCAL_STEPS, LocalSettings)
 
     @property
     def defence(self) -> Defence:
-        """The clients' defence."""
+        """Return the clients' defence."""
         return self._fact(Knowledge.DEFENCE, Defence)
 
     @property
     def public_data(self) -> Batch:
-        """Images from elsewhere."""
+        """Return public images of the same kind."""
         return self._fact(Knowledge.PUBLIC_DATA, Batch)
 
     @property
     def class_averages(self) -> Tensor:
-        """(classes, C, H, W)."""
+        """Return the mean image of each class, (classes, C, H, W)."""
         return self._fact(Knowledge.CLASS_AVERAGES, Tensor)
 
     @property
     def batch_statistics(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Mean and variance (T, channels) of the private batch by the name of the BatchNorm layer."""
+        """Return mean and variance (T, channels) of the private batch at each BatchNorm layer, by its name."""
         return self._fact(Knowledge.BATCH_STATISTICS, dict)
 
     @property
     def private_state(self) -> list[dict[str, Tensor]]:
-        """Each client's private tensors as they were before the round: all, or the keys or locks that were granted."""
-        parts = [knowledge for knowledge in (Knowledge.KEY, Knowledge.LOCK) if self.knows(knowledge)]
+        """Return each client's private tensors before the round: all of them, or only granted keys or locks."""
+        parts: list[list[dict[str, Tensor]]] = []
+        if self.knows(Knowledge.KEY):
+            parts.append(self._fact(Knowledge.KEY, list))
+        if self.knows(Knowledge.LOCK):
+            parts.append([lock.before for lock in self._fact(Knowledge.LOCK, list)])
         if self.knows(Knowledge.PRIVATE_STATE) or not parts:
             return self._fact(Knowledge.PRIVATE_STATE, list)
-        clients = zip(*(self._fact(knowledge, list) for knowledge in parts), strict=True)
-        return [{name: tensor for part in each for name, tensor in part.items()} for each in clients]
+        return [{name: tensor for part in each for name, tensor in part.items()} for each in zip(*parts, strict=True)]
 
     @property
     def private_changes(self) -> list[dict[str, Tensor]]:
-        """The change of each client's locks in the round, granted with them."""
-        self._fact(Knowledge.LOCK, list)
-        return self._changes
+        """Return the change of each client's locks in the round, which is granted with them."""
+        return [lock.change for lock in self._fact(Knowledge.LOCK, list)]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """(T, ...) each client's gradient, from a single step: minus the change over the learning rate.
+        """Return the gradients behind single-step updates, (T, ...) by name: minus the change over the learning rate.
 
-        FedSGD's rate is the server's own. For FedAvg use ``updates``.
+        The server chose FedSGD's learning rate, so it knows it. For several local steps use ``updates``.
         """
         if not self.single_step or self._step_size is None:
-            raise ThreatModelError("Gradients need updates of a single step, got several local steps. Match updates.")
+            raise ThreatModelError("Gradients need updates of a single step, got several local steps. Use `updates`.")
         return {name: tensor / -self._step_size for name, tensor in self.updates.items()}
 
     @property
     def mean_gradients(self) -> dict[str, Tensor]:
-        """(T, ...) minus each client's change over the learning rate and what its steps count for.
+        """Return minus each client's change over the sum of its `step_lengths`, (T, ...) by name.
 
-        A single step's is its gradient. Several steps need to be known, and how many images there were.
+        For a single step this is the gradient. Several steps require local-steps and num-examples.
         """
         length = sum(self.step_lengths)
         return {name: tensor / -length for name, tensor in self.updates.items()}
 
     @property
     def step_lengths(self) -> list[float]:
-        """The learning rate times what each local step counts for; a single step's is the rate alone.
+        """Return the learning rate times each local step's weight in the update; for a single step, the rate alone.
 
-        Several steps need to be known, and how many images there were.
+        Several steps require local-steps and num-examples.
         """
         weights = [1.0] if self.single_step else self.local_steps.step_weights(self.num_examples)
         return [self.lr * weight for weight in weights]
 
     @property
     def lr(self) -> float:
-        """The clients' learning rate: the server's own for FedSGD, else part of the local steps."""
+        """Return the clients' learning rate: the server knows FedSGD's, else it is part of local-steps."""
         if not self.single_step:
             self._fact(Knowledge.LOCAL_STEPS, LocalSettings)
         if self._step_size is None:
@@ -209,11 +162,11 @@ class Observation:
         return self._step_size
 
     def knows(self, knowledge: Knowledge) -> bool:
-        """Whether a fact was granted."""
+        """Return whether a fact was granted."""
         return knowledge in self.threat.knows
 
     def only(self, targets: Sequence[int]) -> "Observation":
-        """The same of some targets, each by itself."""
+        """Return the observation of some of the T updates, each as an update of its own client."""
         rows = torch.tensor(targets, device=next(iter(self.updates.values())).device)
         parts = {
             knowledge: _part(fact, rows, self.num_targets) if knowledge in _BY_TARGET else fact
@@ -225,7 +178,6 @@ class Observation:
             buffers={name: tensor[rows] for name, tensor in self.buffers.items()},
             rounds=1,
             _facts=parts,
-            _changes=[self._changes[row] for row in targets] if self._changes else [],
         )
 
     def _fact(self, knowledge: Knowledge, kind: type[V]) -> V:
@@ -237,7 +189,7 @@ class Observation:
             )
         value = self._facts.get(knowledge)
         if not isinstance(value, kind):
-            raise ThreatModelError(f"{knowledge.value} is granted, but there is none here to know.")
+            raise ThreatModelError(f"The threat model grants {knowledge.value}, but none was passed to observe().")
         return value
 
 
@@ -245,11 +197,11 @@ _BY_TARGET = {
     Knowledge.LABELS, Knowledge.ENCODINGS, Knowledge.BATCH_STATISTICS, Knowledge.PRIVATE_STATE, Knowledge.KEY,
     Knowledge.LOCK,
 }  # fmt: skip
-"""Facts of each target, beside those of all."""
+"""Facts with one entry per update; the others are common to all updates."""
 
 
 def _part(fact: object, rows: Tensor, targets: int) -> object:
-    """What a fact says of some targets."""
+    """Return the entries of a fact that belong to some of the updates."""
     if isinstance(fact, Tensor):
         return fact[rows.to(fact.device)]
     if isinstance(fact, list):
@@ -263,17 +215,17 @@ def _part(fact: object, rows: Tensor, targets: int) -> object:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What an attack makes of an observation.
+    """The guesses of an attack.
 
     Attributes:
-        images: (T, B, C, H, W) in [0, 1]; NaN where there is no guess.
-        labels: (T, B) guessed or known labels, -1 where there is none.
+        images: (T, B, C, H, W) in [0, 1]; NaN if there is no guess.
+        labels: (T, B) guessed or known labels; -1 if there is none.
         loss: (T,) the attacker's own loss, by which it chose among its restarts and iterates.
         converged: (T,) bool: whether the attack met its own criterion.
-        why: (T) what to say of a target where something was odd, else "".
-        iterates: (K, T, B, C, H, W) pictures on the way, for the report; may be empty.
-        steps: (K) after how many steps of the search each of them was taken.
-        answers: (T) what was done about a known defence, by the names of countermoves and decoders, else "".
+        why: (T) a remark on each target, or "".
+        iterates: (K, T, B, C, H, W) intermediate guesses, for the report; may be empty.
+        steps: (K) the step of the search at which each intermediate guess was taken.
+        answers: (T) the countermoves and decoders used against a known defence, by name, or "".
     """
 
     images: Tensor

@@ -1,4 +1,4 @@
-"""Updates that arrived from somewhere else: what any framework saved becomes what an attack looks at."""
+"""Updates from elsewhere: tensors that any framework saved become an `Observation`."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from gradveil.defences.base import Defence
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
-from gradveil.threat import Knowledge, Observation, ThreatModel
-from gradveil.types import Batch
+from gradveil.threat.knowledge import Knowledge, Known, ThreatModel
+from gradveil.threat.model import Observation
 from gradveil.validate import in_range, one_of
 
 MOST_EXAMPLES = 100_000
@@ -29,79 +27,44 @@ def received(
     kind: str = "change",
     lr: float = 1.0,
     num_examples: int | None = None,
-    labels: Tensor | ArrayLike | None = None,
-    local_steps: LocalSettings | None = None,
-    defence: Defence | None = None,
-    public_data: Batch | None = None,
-    class_averages: Tensor | None = None,
-    batch_statistics: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    known: Known | None = None,
 ) -> Observation:
-    """Wrap updates of one model as an `Observation`. Each fact that is given counts as known to the attacker.
+    """Return updates of one model as an `Observation`. Each fact that is given counts as known to the attacker.
 
     Args:
-        network: the model as it was when the clients received it; left as it is.
-        updates: one client's tensors by parameter name, or several clients'. Changed running statistics of BatchNorm
-            may be among them.
+        network: the model as the clients received it; not changed.
+        updates: one client's tensors by parameter name, or a list of several clients' tensors. They may include changed
+            running statistics of BatchNorm.
         shape: (C, H, W) of an image.
         num_classes: of the task.
         kind: ``change`` (weights after minus weights before) or ``gradient``.
         lr: the clients' learning rate, for changes.
-        num_examples: images behind each update.
-        labels: (B,) or (T, B) their labels.
-        local_steps: how the clients trained; by default a single step on all of their images.
-        defence: what the clients ran.
-        public_data: images from elsewhere.
-        class_averages: (classes, C, H, W).
-        batch_statistics: mean and variance (T, channels) of the private batch by the name of the BatchNorm layer.
+        num_examples: number of images behind each update.
+        known: what else the attacker knows: labels, local training (by default a single step on all images), the
+            defence, public data, class averages, batch statistics.
 
     Raises:
-        ConfigError: where a tensor is missing, unknown or of the wrong shape, or the facts contradict each other.
+        ConfigError: if a tensor is missing, unknown or of the wrong shape, or the facts contradict each other.
+
+    Example:
+        >>> update = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
+        >>> received(nn.Linear(4, 2), update, shape=(1, 2, 2), num_classes=2, num_examples=1).threat.names
+        ['num-examples']
     """
+    known = known or Known()
     one_of("kind", kind, ["change", "gradient"])
     in_range("lr", lr, 0, open_low=True)
-    clients = [updates] if isinstance(updates, Mapping) else list(updates)
-    if not clients or not all(isinstance(client, Mapping) for client in clients):
-        raise ConfigError("updates must be tensors by name, or a list of such for at least one client, got none.")
-    if len(shape) != 3 or min(shape) < 1:
-        raise ConfigError(f"shape must be channels, height and width, e.g. (1, 28, 28), got {shape}.")
     in_range("num_classes", num_classes, 1)
-    if num_examples is not None:
-        in_range("num_examples", num_examples, 1, MOST_EXAMPLES)
-        if not isinstance(num_examples, int):
-            raise ConfigError(f"num_examples must be a whole number, got {num_examples}.")
-    if (
-        local_steps is not None
-        and local_steps.algorithm == "fedsgd"
-        and local_steps.batch_size not in (0, num_examples)
-    ):
-        raise ConfigError(f"batch_size of fedsgd must be num_examples, or 0 for all, got {local_steps.batch_size}.")
-    labels = None if labels is None else torch.as_tensor(labels)
-    if class_averages is not None and tuple(class_averages.shape) != (num_classes, *shape):
-        wanted = (num_classes, *shape)
-        raise ConfigError(f"class_averages must have shape {wanted}, got {tuple(class_averages.shape)}.")
-    steps = 1 if local_steps is None else local_steps.num_steps(num_examples or 1)
-    if steps > 1 and num_examples is None:
-        raise ConfigError("num_examples must be given with local_steps of several steps, got None.")
-    if steps > 1 and kind == "gradient":
-        raise ConfigError(f"A gradient comes from one step, got local_steps of {steps}. Give kind='change'.")
+    _check_shapes(shape, num_classes, known)
+    _check_num_examples(num_examples)
+    steps = _num_steps(known, kind, num_examples)
     parameters = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
     if not parameters:
         raise ConfigError("The network must have parameters that require a gradient, got none.")
-    parts = [_fitting(network, client, number) for number, client in enumerate(clients)]
-    factor = -lr if kind == "gradient" else 1.0
-    facts: dict[Knowledge, object] = {
-        Knowledge.LABELS: _checked_labels(labels, len(clients), num_examples, num_classes),
-        Knowledge.NUM_EXAMPLES: num_examples if labels is None else labels.shape[-1],
-        Knowledge.LOCAL_STEPS: local_steps,
-        Knowledge.DEFENCE: defence,
-        Knowledge.PUBLIC_DATA: public_data,
-        Knowledge.CLASS_AVERAGES: class_averages,
-        Knowledge.BATCH_STATISTICS: None
-        if batch_statistics is None
-        else {name: tuple(t.to(parts[0][parameters[0]]) for t in pair) for name, pair in batch_statistics.items()},
-    }
-    given = {knowledge: fact for knowledge, fact in facts.items() if fact is not None}
+    parts = [_fitting(network, client, number) for number, client in enumerate(_clients(updates))]
     buffers = [name for name in parts[0] if name not in parameters and all(name in part for part in parts)]
+    factor = -lr if kind == "gradient" else 1.0
+    facts = _facts(known, num_examples, num_classes, len(parts), like=parts[0][parameters[0]])
     return Observation(
         network=copy.deepcopy(network).eval(),
         updates={name: torch.stack([part[name] for part in parts]) * factor for name in parameters},
@@ -109,15 +72,76 @@ def received(
         shape=shape,
         num_classes=num_classes,
         single_step=steps == 1,
-        threat=ThreatModel(frozenset(given)),
-        _facts=given,
+        threat=ThreatModel(frozenset(facts)),
+        _facts=facts,
         _step_size=lr,
     )
 
 
+def _clients(updates: Arrays | Sequence[Arrays]) -> list[Arrays]:
+    """Return the updates as a list with one entry per client."""
+    clients = [updates] if isinstance(updates, Mapping) else list(updates)
+    if not clients or not all(isinstance(client, Mapping) for client in clients):
+        raise ConfigError(
+            "updates must be tensors by name, or a list of these for at least one client, got none. "
+            "Pass a dict of tensors, e.g. a state_dict."
+        )
+    return clients
+
+
+def _check_shapes(shape: tuple[int, int, int], num_classes: int, known: Known) -> None:
+    if len(shape) != 3 or min(shape) < 1:
+        raise ConfigError(f"shape must be channels, height and width, e.g. (1, 28, 28), got {shape}.")
+    wanted = (num_classes, *shape)
+    if known.class_averages is not None and tuple(known.class_averages.shape) != wanted:
+        raise ConfigError(f"class_averages must have shape {wanted}, got {tuple(known.class_averages.shape)}.")
+
+
+def _check_num_examples(num_examples: int | None) -> None:
+    if num_examples is not None:
+        in_range("num_examples", num_examples, 1, MOST_EXAMPLES)
+        if not isinstance(num_examples, int):
+            raise ConfigError(f"num_examples must be a whole number, got {num_examples}.")
+
+
+def _num_steps(known: Known, kind: str, num_examples: int | None) -> int:
+    """Return the number of local steps. Raise if they contradict the kind of update or the number of images."""
+    how = known.local_steps
+    if how is None:
+        return 1
+    if how.algorithm == "fedsgd" and how.batch_size not in (0, num_examples):
+        raise ConfigError(f"batch_size of fedsgd must be num_examples, or 0 for all, got {how.batch_size}.")
+    steps = how.num_steps(num_examples or 1)
+    if steps > 1 and num_examples is None:
+        raise ConfigError("num_examples must be given with local_steps of several steps, got None.")
+    if steps > 1 and kind == "gradient":
+        raise ConfigError(f"A gradient comes from one step, got local_steps of {steps}. Give kind='change'.")
+    return steps
+
+
+def _facts(
+    known: Known, num_examples: int | None, num_classes: int, targets: int, like: Tensor
+) -> dict[Knowledge, object]:
+    """Return the facts that were given; batch statistics in the type and on the device of ``like``."""
+    labels = None if known.labels is None else torch.as_tensor(known.labels)
+    statistics = known.batch_statistics
+    facts: dict[Knowledge, object] = {
+        Knowledge.LABELS: _checked_labels(labels, targets, num_examples, num_classes),
+        Knowledge.NUM_EXAMPLES: num_examples if labels is None else labels.shape[-1],
+        Knowledge.LOCAL_STEPS: known.local_steps,
+        Knowledge.DEFENCE: known.defence,
+        Knowledge.PUBLIC_DATA: known.public_data,
+        Knowledge.CLASS_AVERAGES: known.class_averages,
+        Knowledge.BATCH_STATISTICS: None
+        if statistics is None
+        else {name: tuple(tensor.to(like) for tensor in pair) for name, pair in statistics.items()},
+    }
+    return {knowledge: fact for knowledge, fact in facts.items() if fact is not None}
+
+
 def _fitting(network: nn.Module, update: Arrays, number: int) -> dict[str, Tensor]:
-    """The update's floating-point tensors in the network's type and place; an error where they do not fit it."""
-    parameters = dict(network.named_parameters(remove_duplicate=False))  # a state_dict has tied ones under each name
+    """Return the update's floating-point tensors in the network's type and on its device. Raise if they do not fit."""
+    parameters = dict(network.named_parameters(remove_duplicate=False))  # a state_dict lists tied ones under each name
     buffers = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point()}
     wanted = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     allowed = {**parameters, **dict(network.named_buffers())}
@@ -147,7 +171,7 @@ def _some(names: list[str]) -> str:
 
 
 def _checked_labels(labels: Tensor | None, targets: int, num_examples: int | None, num_classes: int) -> Tensor | None:
-    """(T, B), sorted, since their order says nothing."""
+    """Return the labels as (T, B), sorted, as their order is unknown."""
     if labels is None:
         return None
     rows = labels.expand(targets, -1) if labels.dim() == 1 else labels

@@ -13,7 +13,7 @@ from gradveil.attacks.parts.search import Priors, Search
 from gradveil.attacks.parts.search_step import SearchStep
 from gradveil.defences import Countermove, Defence, build_defence
 from gradveil.errors import UnknownNameError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.models import Normalisation
 from tests.attacks.scene import adapted, psnr, run, scene
 
@@ -80,7 +80,7 @@ def test_steps_reach_the_defence_at_their_true_length():
 
     how = LocalSettings(epochs=2, batch_size=2, momentum=0.5)
     grants = (*KNOWS, "local-steps")
-    _, _, seen = scene(targets=3, size=2, defence=Listening(), grants=grants, how=how, lr=0.1)
+    _, _, seen = scene(targets=3, size=2, defence=Listening(), grants=grants, protocol=Protocol(how, 0.1))
     countermoves(seen)
     assert heard == [(3, pytest.approx([0.15, 0.1]))]
 

@@ -3,7 +3,7 @@ import torch
 
 from gradveil.attacks.parts.labels import bias_excess, counted, distinct, idlg, known_or_recovered, last_layer
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.metrics import label_accuracy
 from gradveil.models import create_model
 from gradveil.threat import ThreatModel
@@ -69,7 +69,7 @@ def test_labels_of_several_local_steps_are_counted_together():
     private = [Batch(torch.rand(8, 1, 12, 12, generator=rng), torch.tensor(row), torch.zeros(8) > 0) for row in labels]
     how = LocalSettings(epochs=3, batch_size=2)
     grants = ThreatModel.of("num-examples", "local-steps")
-    seen = observe(network, private, threat=grants, num_classes=6, how=how, lr=0.01)
+    seen = observe(network, private, threat=grants, num_classes=6, protocol=Protocol(how, 0.01))
     found = known_or_recovered(seen)
     assert all(label_accuracy(torch.tensor(row), guess) >= 0.75 for row, guess in zip(labels, found, strict=True))
 

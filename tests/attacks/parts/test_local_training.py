@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.parts.local_training import Replay, replay_of
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.models import create_model
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
@@ -93,7 +93,7 @@ def test_batch_norm_uses_batch_statistics_if_clients_do(way, known):
     private = [Batch(images.float(), labels, torch.zeros(4) > 0)]
     how = LocalSettings(epochs=1, batch_size=4, batch_norm="average")
     grants = ThreatModel.of(*known.split(","))  # without known local steps, the running statistics reveal it
-    seen = observe(network, private, threat=grants, num_classes=3, how=how, lr=0.1)
+    seen = observe(network, private, threat=grants, num_classes=3, protocol=Protocol(how, 0.1))
     found = replay_of(seen, way, torch.Generator())(images.float(), labels, seen.gradients)
     for name, tensor in seen.gradients.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
@@ -103,7 +103,11 @@ def test_the_plan_follows_the_known_local_settings():
     private = [Batch(*(t.float() if t.is_floating_point() else t for t in data(1, 6)), torch.zeros(6) > 0)]
     how = LocalSettings(epochs=3, batch_size=4)
     seen = observe(
-        small().float(), private, threat=ThreatModel.of("num-examples", "local-steps"), num_classes=3, how=how, lr=0.1
+        small().float(),
+        private,
+        threat=ThreatModel.of("num-examples", "local-steps"),
+        num_classes=3,
+        protocol=Protocol(how, 0.1),
     )
     replay = replay_of(seen, "line", torch.Generator())
     assert [len(batch) for batch in replay.batches] == [4, 2] * 3
@@ -113,7 +117,11 @@ def test_the_plan_follows_the_known_local_settings():
     assert not replay_of(seen, "once", torch.Generator()).is_plain  # images in the last batch of an epoch count more
     even = LocalSettings(epochs=3, batch_size=3)
     seen = observe(
-        small().float(), private, threat=ThreatModel.of("num-examples", "local-steps"), num_classes=3, how=even, lr=0.1
+        small().float(),
+        private,
+        threat=ThreatModel.of("num-examples", "local-steps"),
+        num_classes=3,
+        protocol=Protocol(even, 0.1),
     )
     assert replay_of(seen, "once", torch.Generator()).is_plain
 
@@ -126,7 +134,7 @@ def test_batch_normalisation_is_differentiated_correctly(norm):
     private = [Batch(images, labels, torch.zeros(4) > 0)]
     how = LocalSettings(epochs=2, batch_size=2, batch_norm="average")
     grants = ThreatModel.of("num-examples", "local-steps")
-    seen = observe(network, private, threat=grants, num_classes=3, how=how, lr=0.1)
+    seen = observe(network, private, threat=grants, num_classes=3, protocol=Protocol(how, 0.1))
     replay = replay_of(seen, "unroll", torch.Generator())
 
     def total(images):
@@ -140,7 +148,7 @@ def test_weight_decay_is_kept_by_the_one_step_approximation():
     private = [Batch(images.float(), labels, torch.zeros(4) > 0)]
     how = LocalSettings("fedsgd", batch_size=0, weight_decay=0.3, batch_norm="freeze")
     grants = ThreatModel.of("num-examples", "local-steps")
-    seen = observe(network.float(), private, threat=grants, num_classes=3, how=how, lr=0.1)
+    seen = observe(network.float(), private, threat=grants, num_classes=3, protocol=Protocol(how, 0.1))
     found = replay_of(seen, "once", torch.Generator())(images.float(), labels, seen.gradients)
     for name, tensor in seen.gradients.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)

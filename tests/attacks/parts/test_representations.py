@@ -13,7 +13,7 @@ from gradveil.attacks.parts.representations import (
     trained_classes,
 )
 from gradveil.errors import ConfigError, UnknownNameError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings, Protocol
 from gradveil.models import create_model
 from gradveil.networks.watch import inputs_of
 from gradveil.threat import ThreatModel
@@ -38,7 +38,9 @@ def clients(labels, seed=0, side=12):
 
 def look(model, private, how=None, lr=0.01, seed=1):
     network = create_model(model, (1, 12, 12), 6, seed=seed).eval()
-    return network, observe(network, private, threat=ThreatModel.of(), num_classes=6, how=how, lr=lr)
+    return network, observe(
+        network, private, threat=ThreatModel.of(), num_classes=6, protocol=Protocol(how or ONE_GRADIENT, lr)
+    )
 
 
 def true_representations(network, batch, chain):

@@ -7,7 +7,7 @@ from gradveil.attacks.parts.starts import begin
 from gradveil.errors import ConfigError, ThreatModelError, UnknownNameError
 from gradveil.models import Normalisation, create_model
 from gradveil.networks.space import Space
-from gradveil.threat import ThreatModel
+from gradveil.threat import PublicKnowledge, ThreatModel
 from gradveil.threat.observe import observe
 from gradveil.types import Batch
 
@@ -20,7 +20,7 @@ def look(*grants):
     private = [Batch(torch.rand(1, *SHAPE), torch.tensor([1]), torch.zeros(1) > 0)]
     public = Batch(torch.full((3, *SHAPE), 0.75), torch.zeros(3, dtype=torch.long), torch.zeros(3) > 0)
     seen = observe(
-        network, private, threat=ThreatModel.of(*grants), num_classes=4, public_data=public, class_averages=AVERAGES
+        network, private, threat=ThreatModel.of(*grants), num_classes=4, public=PublicKnowledge(public, AVERAGES)
     )
     return seen, Space(network, SHAPE, torch.zeros(1))
 

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.parts.statistics import likely_statistics, watched
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
 from gradveil.types import Batch
@@ -39,7 +39,7 @@ def test_watched_gives_the_statistics_of_each_group():
 def test_sent_running_statistics_reveal_the_batchs_own():
     network, batches = net(), private()
     how = LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="average")
-    seen = observe(network, batches, threat=ThreatModel(), num_classes=3, how=how)
+    seen = observe(network, batches, threat=ThreatModel(), num_classes=3, protocol=Protocol(how))
     mean, variance = likely_statistics(seen)["1"]
     means, variances = true_statistics(network, batches)
     torch.testing.assert_close(mean, means, atol=1e-5, rtol=1e-4)

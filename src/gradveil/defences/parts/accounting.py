@@ -2,12 +2,41 @@
 
 import functools
 import warnings
+from typing import NamedTuple
 
 from gradveil.errors import ConfigError
 from gradveil.validate import in_range, one_of
 
 _EXTRA_ORDERS = (11, 11.5, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Rényi orders in addition to those of Opacus, which have a gap and end too low for small budgets."""
+
+
+class Releases(NamedTuple):
+    """What one client releases over a whole training, for the accounting of differential privacy.
+
+    Attributes:
+        num_examples: images of the client.
+        batch_size: images per step (the expected number if batches are sampled).
+        steps: local steps in all rounds together.
+        uses: the number of steps that one image can be part of if batches are not sampled: one per epoch, or one per
+            round with FedSGD.
+        rounds: number of updates sent.
+        entries: numbers in an update of the model; 0 if unknown.
+    """
+
+    num_examples: int
+    batch_size: int
+    steps: int
+    uses: int
+    rounds: int = 1
+    entries: int = 0
+
+
+class Budget(NamedTuple):
+    """A guarantee of differential privacy for each image of a client; the defence defines neighbouring data sets."""
+
+    epsilon: float
+    delta: float
 
 
 @functools.cache
