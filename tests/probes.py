@@ -3,7 +3,9 @@
 The command line names them like any defence in a user's file: ``tests/probes.py:Halve``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +23,21 @@ class Scale(Defence):
     def on_update(self, update, client):
         client.state["times"] = client.state.get("times", torch.zeros(())) + 1
         return update.map(lambda tensor: tensor * self.factor)
+
+
+@dataclass(frozen=True)
+class Tell(Defence):
+    """report: the client's number, once per step, and the number of the round."""
+
+    reports: ClassVar[Mapping[str, str]] = {"tell_id": "number of the client", "tell_round": "number of the round"}
+
+    def on_batch(self, batch, client):
+        client.report("tell_id", client.id, weight=len(batch))
+        return batch
+
+    def on_update(self, update, client):
+        client.report("tell_round", client.round)
+        return update
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,13 @@ from torch import nn
 
 import gradveil.defences
 from gradveil.defences import HOOKS, Arrived, Client, Defence, Server, build_defence
+from gradveil.engines.simulation import Simulation
 from gradveil.registry import components
 from gradveil.types import Batch, Update
 
 DEFENCES = list(components("defences"))
+QUICK = {"dcs2": build_defence("dcs2:steps=2")}
+"""Settings for a training that takes little time."""
 TESTS = Path(__file__).parents[1] / "defences"
 NO_HOOKS = ("adaptive", "budget", "certificate", "check", "check_images", "overrides", "require_pixels")
 
@@ -183,6 +186,20 @@ class TestEveryDefence:
                 assert any(slope is not None and bool(slope.any()) for slope in slopes)
                 assert all(slope is None or bool(slope.isfinite().all()) for slope in slopes)
         assert same(kept, seen)
+
+    def test_every_number_that_it_declares_is_reported_in_a_training(self, name, tiny):
+        defence = build_defence(name)
+        for key, text in defence.reports.items():
+            assert key.startswith(f"{name.replace('-', '_')}_")
+            assert re.fullmatch(r"\w+", key)
+            assert text
+            assert "\n" not in text
+        if defence.reports:
+            settings = dataclasses.replace(
+                tiny, model="mlp:hidden=6", rounds=1, sensitive="0.2", partition="iid:images=9"
+            )
+            with Simulation(settings, workers=0, defence=QUICK.get(name, defence)) as simulation:
+                assert [set(row["reports"]) for row in simulation.run()] == [set(defence.reports)]
 
     def test_the_docstring_is_complete(self, name):
         text = inspect.getdoc(components("defences")[name])

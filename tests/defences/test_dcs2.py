@@ -362,3 +362,12 @@ class Hiding(Defence):
 def test_bad_settings(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Dcs2(**wrong)
+
+
+def test_it_reports_the_distance_of_its_concealed_samples():
+    model, batch = make_model(), make_batch(4, sensitive=[True, False, True, False])
+    client = make_client(batch, model)
+    QUICK.on_gradient(gradient_of(model, batch.images, batch.labels), batch, client)
+    found = QUICK.conceal(model, batch[batch.sensitive], make_client(batch, model))
+    away = (found.images - batch.images[batch.sensitive]).flatten(1).norm(dim=1).mean()
+    assert client.reports.means() == {"dcs2_distance": pytest.approx(float(away))}

@@ -92,6 +92,20 @@ def test_it_is_the_clipping_of_opacus():
     assert close(found, expected, atol=1e-5)
 
 
+def test_it_reports_the_share_of_clipped_examples():
+    model, data = make_model(), make_data(9)
+    norms = []
+    for index in range(len(data)):
+        one = plain_gradient(model, data[slice(index, index + 1)])
+        norms.append(math.sqrt(sum(float(tensor.square().sum()) for tensor in one.values())))
+    clip = sorted(norms)[5] + 1e-9  # three are longer
+    client = make_client(model, data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dp_sgd, "_MOST_EXAMPLES", 4)
+        replace(SHUFFLE, clip=clip).on_gradient(plain_gradient(model, data), data, client)
+    assert client.reports.means() == {"dp_sgd_clipped": pytest.approx(3 / 9)}
+
+
 def test_one_step_of_training_sends_minus_lr_times_it():
     model, data = make_model(), make_data(6)
     update, _ = train(replace(SHUFFLE, clip=0.1), model, data, LocalSettings("fedsgd", batch_size=0), lr=0.5)

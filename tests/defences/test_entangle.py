@@ -86,6 +86,24 @@ def columns(sent, own, name):
 
 
 class TestReplacement:
+    def test_it_reports_the_relative_change_and_the_rate(self):
+        client = make_client(EXACT)
+        own = changes(client.model, 2)
+        EXACT.on_update(Update(own, 5), client)
+        change = relative_change(own, client.start)
+        weights = torch.cat([client.start[name].flatten() for name in own])
+        moved = torch.cat([tensor.flatten() for tensor in own.values()])
+        assert change == pytest.approx(float((moved / weights)[weights != 0].abs().mean()))
+        assert client.reports.means() == {
+            "entangle_change": change,
+            "entangle_replaced": replacement_rate(change, EXACT.beta),
+        }
+
+    def test_a_guard_reports_nothing(self):
+        client = make_client(EXACT, number=0)
+        EXACT.on_update(Update(changes(client.model, 2), 5), client)
+        assert client.reports.means() == {}
+
     def test_it_is_the_guards_at_the_most_revealing_columns_and_nowhere_else(self):
         own, guard, sent = protect(EXACT)
         model = make_model()

@@ -129,10 +129,18 @@ def both(settings, tmp_path, **options):
     ],
 )
 def test_a_training_over_flower_equals_the_simulation_bit_for_bit(settings, tmp_path, defence, other):
-    here, there, _ = both(replace(settings, defence=defence, **other), tmp_path)
+    here, there, _ = both(replace(settings, defence=defence, **other), tmp_path, reports=True)
     assert here[0] == there[0]
     assert same(here[1], there[1])
     assert here[2] == there[2]
+
+
+def test_a_site_keeps_the_numbers_that_hooks_report_unless_it_allows_them(settings, tmp_path):
+    settings = replace(settings, defence=f"{PROBES}:Tell", model="logistic", rounds=1)
+    here, there, grid = both(settings, tmp_path)
+    assert here[0][0]["reports"] == {"tell_id": 1.0, "tell_round": 1.0}
+    assert there[0][0]["reports"] == {}
+    assert not any(b"tell_id" in message for message in grid.came)
 
 
 def test_random_draws_at_a_site_are_fresh_unless_asked_to_be_repeatable(settings, tmp_path):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradveil.defences import Client, Defence
-from gradveil.federated.client import Score, score, train_locally
+from gradveil.errors import DefenceError
+from gradveil.federated.client import Broadcast, Device, Score, Streams, play_client, score, train_locally
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
 from gradveil.types import Batch
@@ -131,3 +132,72 @@ def test_local_training_does_not_change_its_input():
     kept = replace(data, images=data.images.clone())
     run(module, data, LocalSettings(epochs=2, batch_size=2))
     assert torch.equal(kept.images, data.images)
+
+
+class TestPlayClient:
+    """One round, assembled in one place."""
+
+    class Spy(Defence):
+        def __init__(self):
+            object.__setattr__(self, "draws", [])
+
+        def on_data(self, data, client):
+            self.draws.append(("data", float(torch.rand((), generator=client.rng))))
+            client.state["made"] = client.state.get("made", torch.zeros(())) + 1
+            return replace(data, images=data.images * 0.5)
+
+        def on_update(self, update, client):
+            self.draws.append(("update", float(torch.rand((), generator=client.rng))))
+            return update
+
+    def play(self, device, defence=None, **options):
+        module, _ = setting()
+        net = FlatModel(module)
+        received = net.values[net.shared].clone()
+        streams = options.pop("streams", None) or Streams.of(3, 0, 1)
+        return play_client(
+            net, device, Broadcast(received, 0.1), defence or Defence(), LocalSettings(batch_size=4), streams, **options
+        )
+
+    def test_it_trains_as_train_locally_does(self):
+        module, data = setting()
+        net = FlatModel(copy.deepcopy(module))
+        received = net.values[net.shared].clone()
+        client, streams = make_client(net, data, received), Streams.of(3, 0, 1)
+        wanted = train_locally(net, received, client, Defence(), LocalSettings(batch_size=4), 0.1, streams.order)
+        played = self.play(Device(data))
+        assert all(torch.equal(played.update.tensors[name], tensor) for name, tensor in wanted.tensors.items())
+
+    def test_data_are_prepared_once_with_a_stream_of_their_own(self):
+        _, data = setting()
+        device, spy = Device(data), self.Spy()
+        streams = replace(Streams.of(3, 0, 1), data=torch.Generator().manual_seed(9))
+        played = self.play(device, spy, streams=streams)
+        assert torch.equal(played.data.images, data.images * 0.5)
+        again = self.play(replace(device, data=played.data, prepared=True), spy)
+        assert torch.equal(again.data.images, data.images * 0.5)
+        assert float(device.state["made"]) == 1
+        expected = float(torch.rand((), generator=torch.Generator().manual_seed(9)))
+        assert [name for name, _ in spy.draws] == ["data", "update", "update"]
+        assert spy.draws[0][1] == expected
+        assert spy.draws[1][1] == spy.draws[2][1]  # on_data took nothing from the hooks' stream
+
+    def test_an_error_before_training_stops_the_round(self):
+        def ready(client):
+            assert torch.equal(client.data.images, data.images * 0.5)
+            raise RuntimeError("stop")
+
+        _, data = setting()
+        shown = []
+        with pytest.raises(RuntimeError, match="stop"):
+            self.play(Device(data), self.Spy(), ready=ready, watch=shown.append)
+        assert not shown
+
+    def test_an_undeclared_report_stops_the_round(self):
+        class Undeclared(Defence):
+            def on_update(self, update, client):
+                client.report("secret", 1.0)
+                return update
+
+        with pytest.raises(DefenceError, match="must be declared"):
+            self.play(Device(setting()[1]), Undeclared())

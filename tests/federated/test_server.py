@@ -138,6 +138,7 @@ def test_early_clients_train_first_and_their_result_is_broadcast():
     model = {"weight": torch.zeros(1, 1)}
     network = nn.Linear(1, 1, bias=False)
     played = play_round(1, settings, Early(), engine, [10] * 4, network, model, state)
+    assert played.reports == {"number": sum(played.clients) / len(played.clients)}
     others = [client for client in sample_clients(settings, [10] * 4, 1) if client != 2]
     assert engine.calls == [([2], [], 0.5), (others, ["from"], 0.5)]
     assert played.clients == (2, *others)
