@@ -9,6 +9,7 @@ from gradveil.attacks.untransform import Untransform
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
 from gradveil.federated.protocol import LocalSettings, Protocol
+from gradveil.threat import PublicKnowledge
 from gradveil.types import Batch
 from tests.attacks.scene import psnr, run, scene
 
@@ -19,7 +20,7 @@ GRANTS = ("num-examples", "encodings", "defence")
 def test_it_undoes_invertible_operations(policy, gain):
     defence = build_defence(f"ats:policy={policy}")
     public = Batch(*[torch.cat(part) for part in zip(*public_parts(), strict=True)])
-    how = {"targets": 8, "side": 16, "defence": defence, "public_data": public}
+    how = {"targets": 8, "side": 16, "defence": defence, "public": PublicKnowledge(public)}
     truth, _, seen = scene(grants=(*GRANTS, "public-data"), **how)
     _, _, blind = scene(grants=("num-examples", "encodings"), **how)
     shown, found = run(Encodings(), blind).images, run(Untransform(), seen).images
@@ -42,7 +43,7 @@ def test_a_known_policy_is_undone_after_any_attack():
 
 def test_it_follows_a_gradient_attack_that_was_given_no_encodings():
     public = Batch(*[torch.cat(part) for part in zip(*public_parts(), strict=True)])
-    how = {"targets": 2, "side": 16, "defence": build_defence("ats:policy=0"), "public_data": public}
+    how = {"targets": 2, "side": 16, "defence": build_defence("ats:policy=0"), "public": PublicKnowledge(public)}
     found = {}
     for grants in (("labels", "num-examples", "public-data"), ("labels", "num-examples", "public-data", "defence")):
         truth, _, seen = scene(grants=grants, **how)
