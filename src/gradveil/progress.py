@@ -1,4 +1,4 @@
-"""How far long work has come: whoever works tells, whoever wants to know listens, and neither knows the other."""
+"""Progress of long work: workers call `tell`, callers use `listening`, and neither needs to know the other."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Within, ``listener`` is called with the share of the work that is done, from 0 to 1.
+    """Call ``listener`` with the share of the work that is done, from 0 to 1, within the ``with`` block.
 
     Example:
         >>> heard = []
@@ -30,7 +30,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def part(number: int, parts: int) -> Iterator[None]:
-    """Within, what is told is about part ``number`` (from 0) of as many equal parts.
+    """Count progress within the ``with`` block as that of part ``number`` (from 0) of ``parts`` equal parts.
 
     Example:
         >>> with listening(print), part(1, 4):
@@ -46,7 +46,7 @@ def part(number: int, parts: int) -> Iterator[None]:
 
 
 def tell(share: float) -> None:
-    """Say what share of the work is done; nothing happens where nobody listens."""
+    """Report the share of the work that is done; does nothing if nobody listens."""
     listener = _listener.get()
     if listener is not None:
         listener(share)

@@ -8,16 +8,19 @@ import numpy as np
 import torch
 
 SECRET = 2**63
-"""Seeds from here on are secrets: all of their bits count."""
+"""Seeds of this size or more are secrets: all of their bits count."""
 _WORDS, _OFFSET = 624, 24
-"""The Mersenne Twister's state, and where it begins in that of a CPU generator, as 64-bit integers of 32 bits each."""
+"""Words in the Mersenne Twister's state, and the byte of a CPU generator's state at which they begin.
+
+Each word has 32 bits and is stored as a 64-bit integer.
+"""
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for one purpose; equal arguments give equal seeds, others are unrelated.
+    """Return a 63-bit seed for one purpose; equal arguments give equal seeds, different ones unrelated seeds.
 
-    Of these PyTorch's CPU generator uses the low 32 alone: whoever is not to know a stream must not be able to try them
-    all, and so is given one of a seed from `SECRET` on, by `stream`.
+    PyTorch's CPU generator uses only the low 32 bits, which an attacker could try out. A stream that must stay secret
+    therefore needs a seed of `SECRET` or more, see `stream`.
 
     Example:
         >>> derive_seed(0, "client", 3) == derive_seed(0, "client", 3)
@@ -30,18 +33,19 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
 
 
 def stream(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator for one purpose, e.g. ``stream(0, "client", 3, "round", 7)``.
+    """Return a CPU generator for one purpose, e.g. ``stream(0, "client", 3, "round", 7)``.
 
-    A seed from `SECRET` on, best 256 bits of the system's, fills the whole state of the generator.
+    A seed of `SECRET` or more (best: 256 bits from the operating system) fills the whole state of the generator.
     """
     return _seeded(torch.Generator(), seed, *purpose)
 
 
 @contextmanager
 def global_stream(seed: int, *purpose: str | int) -> Iterator[None]:
-    """For code that can't be given a generator (layers' initialisation, dropout): torch's own one, put back afterwards.
+    """Seed torch's global generator within the ``with`` block, and restore it afterwards.
 
-    Touches the CPU generator alone; `torch.manual_seed` also queues calls for every absent kind of accelerator.
+    It is for code that takes no generator (initialisation of layers, dropout). Only the CPU generator is
+    touched; `torch.manual_seed` also queues calls for every absent kind of accelerator.
     """
     before = torch.default_generator.get_state()
     _seeded(torch.default_generator, seed, *purpose)

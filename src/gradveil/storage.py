@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, and a device's private folder."""
+"""Files that are complete or absent: atomic writes, and a client's private folder."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from gradveil.errors import DataError, RunFolderError
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a file so that a reader sees the old content or the new, whatever happens in between.
+    """Write a file atomically: a reader sees either the old content or the new.
 
     A full disk or a missing permission raises `RunFolderError` and leaves the old content in place.
     """
@@ -47,11 +47,11 @@ def save_tensors(
 
 
 def to_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The safetensors form, the same bytes for the same content; tensors may share memory."""
+    """Return tensors in safetensors format, the same bytes for the same content; tensors may share memory."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     packed = safetensors.torch.save(plain, dict(metadata) if metadata else None)
     size = int.from_bytes(packed[:8], "little")
-    header = json.loads(packed[8 : 8 + size])  # safetensors writes the texts in random order
+    header = json.loads(packed[8 : 8 + size])  # safetensors writes the metadata in random order
     if "__metadata__" in header:
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -60,7 +60,7 @@ def to_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | 
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Load tensors by name; a file that is not whole safetensors is a `DataError`."""
+    """Load tensors by name; raise `DataError` if the file is not a complete safetensors file."""
     try:
         return safetensors.torch.load_file(path)
     except (SafetensorError, OSError) as error:
@@ -68,7 +68,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The texts that were saved beside the tensors."""
+    """Return the metadata that was saved with the tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
@@ -80,16 +80,16 @@ def read_metadata(path: Path) -> dict[str, str]:
 class PrivateFolder:
     """A client's own files, in a folder that only its owner can read. Nothing in it is ever sent.
 
-    The state is kept by round, the newest two: a run that was killed in the middle of round r goes on from the state
-    before r, although some clients had finished r already. Beside the folder a mark says since which round there is a
-    state, so that a lost one is noticed: a client must not go on with a new key as if nothing had happened. Whoever
-    wants just that, for a key is lost or was read, puts an empty file ``begin-anew`` there.
+    The states after the newest two rounds are kept: a run that was killed during round r resumes from the state before
+    r, although some clients had finished r already. A mark beside the folder names the first round with a state, so
+    that a lost state is noticed: a client must not silently continue with a new key. If a key was lost or read by
+    others, an empty file ``begin-anew`` beside the folder lets the client start with new secrets.
     """
 
     path: Path
 
     def save_state(self, round_number: int, state: Mapping[str, Tensor]) -> None:
-        """Keep the state after a round, and drop all but the newest version before it."""
+        """Save the state after a round, and delete all earlier versions but the newest."""
         self._make()
         save_tensors(self._state_path(round_number), state, mode=0o600)
         if not self._mark.exists() or self.begins_anew:
@@ -101,9 +101,10 @@ class PrivateFolder:
             self._anew.unlink()
 
     def load_state(self, round_number: int) -> dict[str, Tensor] | None:
-        """The state with which this client starts a round: the newest of the rounds before; None if it has none.
+        """Return the state with which this client starts a round, that of its newest earlier round, or None.
 
-        One that is lost, or that others can read, is an error.
+        Raises:
+            RunFolderError: the state is lost, or others can read it.
         """
         if self.begins_anew:
             return None
@@ -115,13 +116,13 @@ class PrivateFolder:
         return None
 
     def require_state(self, round_number: int) -> None:
-        """Raise where a client that last trained in this round has no state of it, and does not begin anew."""
+        """Raise RunFolderError if the state after this round is missing and the client does not begin anew."""
         if round_number not in self._versions() and not self.begins_anew:
             raise self._lost(f" after round {round_number}")
 
     @property
     def begins_anew(self) -> bool:
-        """Whether the client is to forget its state, and to draw new secrets."""
+        """Whether the client must forget its state and draw new secrets."""
         return self._anew.exists()
 
     def _lost(self, when: str = "") -> RunFolderError:
@@ -131,17 +132,17 @@ class PrivateFolder:
         )
 
     def _first_round(self) -> int:
-        """The round after which a state was first kept, as the mark says."""
+        """Return the round after which a state was first saved, as the mark says."""
         text = self._mark.read_text()
         return int(text) if text.isdigit() else -1
 
     def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep other tensors, e.g. the data that a defence made."""
+        """Save other tensors, e.g. images that a defence made."""
         self._make()
         save_tensors(self.path / f"{name}.safetensors", tensors, mode=0o600)
 
     def load(self, name: str) -> dict[str, Tensor] | None:
-        """Tensors kept by `save`, or None."""
+        """Return the tensors that `save` wrote, or None if there are none."""
         path = self.path / f"{name}.safetensors"
         return _load_private(path) if path.exists() and not self.begins_anew else None
 
@@ -149,7 +150,9 @@ class PrivateFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise RunFolderError(f"{self.path} could not be made: {error.strerror or error}.") from error
+            raise RunFolderError(
+                f"{self.path} could not be made: {error.strerror or error}. Choose another --out."
+            ) from error
 
     @property
     def _mark(self) -> Path:
@@ -163,20 +166,20 @@ class PrivateFolder:
         return self.path / f"state-{round_number:06d}.safetensors"
 
     def _versions(self, before: float = math.inf) -> list[int]:
-        """Rounds before this one whose state is there; files of other names are not ours."""
+        """Return the earlier rounds whose state exists; files with other names are ignored."""
         names = (path.stem.removeprefix("state-") for path in self.path.glob("state-*.safetensors"))
         return sorted(int(name) for name in names if name.isdecimal() and int(name) < before)
 
 
 def forget_states(clients: Path) -> None:
-    """Remove the states of all clients of a training that begins anew; what was made of their images stays."""
+    """Delete the states of all clients of a training that starts again; images that a defence made are kept."""
     for pattern in ("*/private/state-*.safetensors", "*/has-private-state"):
         for path in clients.glob(pattern):
             path.unlink()
 
 
 def _load_private(path: Path) -> dict[str, Tensor]:
-    """Load a private file; one that others than its owner can open is refused, for it may be known already."""
+    """Load a private file; refuse one that others than its owner can open, for its content may be known."""
     anew = path.parent.parent / "begin-anew"
     mode = stat.S_IMODE(path.stat().st_mode)
     if os.name == "posix" and mode & 0o077:

@@ -1,4 +1,4 @@
-"""The values that travel through gradveil: frozen, with no logic but algebra."""
+"""The values that gradveil passes around: frozen, with no logic but algebra."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ class Batch:
         return Batch(self.images[index], self.labels[index], self.sensitive[index])
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         return Batch(self.images.to(device), self.labels.to(device), self.sensitive.to(device))
 
 
@@ -42,7 +42,7 @@ class Update:
 
     Attributes:
         tensors: change of each shared parameter.
-        num_examples: how many images it was computed from.
+        num_examples: number of images it was computed from.
         buffers: change of each shared floating-point buffer (BatchNorm's running statistics).
 
     Example:
@@ -56,11 +56,11 @@ class Update:
     buffers: Tensors = field(default_factory=dict)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Update":
-        """Apply a function to every parameter's tensor; buffers stay."""
+        """Apply a function to each parameter's tensor; buffers are unchanged."""
         return replace(self, tensors={name: change(tensor) for name, tensor in self.tensors.items()})
 
     def norm(self) -> Tensor:
-        """Euclidean norm of all parameters' change together (0-d)."""
+        """Return the Euclidean norm of the changes of all parameters together (0-d)."""
         return (
             torch.stack([tensor.double().square().sum() for tensor in self.tensors.values()] or [torch.zeros(())])
             .sum()

@@ -1,4 +1,4 @@
-"""How close a guess comes to the truth: metrics, one file each, and the matching of batches before they are scored."""
+"""How close a guess is to the truth: metrics, one file each, and the matching of batches before scoring."""
 
 from gradveil.metrics.base import Metric, MetricUnavailable
 from gradveil.metrics.labels import label_accuracy

@@ -1,4 +1,4 @@
-"""How many of a batch's labels were recovered."""
+"""The share of a batch's labels that was recovered."""
 
 import math
 from collections import Counter
@@ -12,14 +12,14 @@ WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def label_accuracy(truth: Tensor, guess: Tensor) -> float:
-    r"""Share of a batch's labels that the guess contains, each as often as it occurs; order does not matter.
+    r"""Return the share of a batch's labels that the guess contains, each as often as it occurs, in any order.
 
     .. math:: \frac{\sum_c \min(n_c, \hat n_c)}{\max(N, \hat N)}
 
     with the number of times each class c occurs in truth and guess, and the number of labels in each. A guess that is
     longer than the truth is divided by its own length, so that naming every class gains nothing.
 
-    Range: 0 to 1. Edge cases: NaN if both are empty, for there was nothing to recover.
+    Range: 0 to 1. Edge cases: NaN if both are empty.
     Reference: the label extraction accuracy of Yin et al. 2021 (GradInversion), https://arxiv.org/abs/2104.07586,
     with repeated labels counted.
 

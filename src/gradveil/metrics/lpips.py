@@ -1,4 +1,4 @@
-"""Learned perceptual similarity: what its two versions share, and the loading of their weights without running code."""
+"""Learned perceptual similarity: the base of its two versions, and loading their weights without running code."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from gradveil.metrics.base import Metric, MetricUnavailable
 from gradveil.storage import load_tensors
 
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
-"""The published scaling layer: ImageNet's mean and deviation, for inputs in [-1, 1]."""
+"""The published scaling layer: ImageNet's mean and standard deviation, for inputs in [-1, 1]."""
 EPSILON = 1e-10
 PIXELS_AT_ONCE = 2**18
-"""Images are measured in groups of about so many pixels, which bounds the memory of their features."""
+"""Images are measured in groups of about this many pixels, which bounds the memory of their features."""
 
 
 @dataclass(frozen=True)
 class Lpips(Metric):
-    """Base of LPIPS v0.1: a trunk of convolutions, some layers of which are compared.
+    """Base of LPIPS v0.1: compares images by the outputs of some layers of a convolutional trunk.
 
     Attributes:
-        weights: a file with heads and trunk; empty for ``weights/`` in the data root (see `default_file`). With
+        weights: a file with heads and trunk; empty means `default_file` in the data root's folder ``weights/``. With
             ``trunk``, a file with the heads: that of the package ``lpips``, e.g. lpips/weights/v0.1/alex.pth.
         trunk: a file with the trunk alone, such as torchvision's checkpoint; empty if ``weights`` holds it too.
     """
@@ -42,9 +42,9 @@ class Lpips(Metric):
     public_files: ClassVar[tuple[str, str]]
     """Heads of the package ``lpips`` and trunk of torchvision, by the names they are published under."""
     smallest: ClassVar[int]
-    """The least side that leaves a pixel for every compared layer."""
+    """The smallest side, in pixels, that leaves a pixel for each compared layer."""
     compared: ClassVar[Mapping[int, int]]
-    """Index of each layer whose output is compared, with the number of its channels."""
+    """Index of each compared layer, with its number of channels."""
 
     def __post_init__(self) -> None:
         if self.trunk and not self.weights:
@@ -53,10 +53,10 @@ class Lpips(Metric):
     @staticmethod
     @abstractmethod
     def layers() -> list[nn.Module]:
-        """The trunk up to the last compared layer, numbered as torchvision's ``features``."""
+        """Return the trunk up to the last compared layer, numbered as torchvision's ``features``."""
 
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
-        """Features of both, compared layer by layer; computed in float32, as published."""
+        """Compare the features of both, layer by layer, in float32 as published."""
         if truth.shape[1] not in (1, 3):
             raise ConfigError(f"Images for metric {self.name!r} must have 1 or 3 channels, got {truth.shape[1]}.")
         files = tuple(self._find(text) for text in filter(None, (self.weights or self.default_file, self.trunk)))
@@ -77,7 +77,7 @@ class Lpips(Metric):
         return total
 
     def _prepare(self, images: Tensor) -> Tensor:
-        """To three channels, [-1, 1], the published scale, and large enough for the trunk."""
+        """Return images with three channels, scaled as published, and large enough for the trunk."""
         colour = (2 * images.float() - 1).expand(-1, 3, -1, -1)
         shift, scale = (colour.new_tensor(values).view(3, 1, 1) for values in (SHIFT, SCALE))
         colour = (colour - shift) / scale
@@ -88,7 +88,7 @@ class Lpips(Metric):
         return F.interpolate(colour, size=sides, mode="bilinear", align_corners=False)
 
     def _find(self, text: str) -> Path:
-        """A file in the working directory or in the data root's ``weights`` folder."""
+        """Return the path of a file in the working directory or in the data root's ``weights`` folder."""
         path, folder = Path(text).expanduser(), data_root() / "weights"
         for place in (path, folder / path) if self.weights else (folder / path,):
             if place.is_file():
@@ -96,13 +96,13 @@ class Lpips(Metric):
         heads, trunk = self.public_files
         raise MetricUnavailable(
             f"Metric {self.name!r} needs pretrained weights, and {folder / path} is not there. Put the file there, or "
-            f"name those of the packages lpips and torchvision: {self.name}:weights=PATH/{heads},trunk=PATH/{trunk}."
+            f"name files of the packages lpips and torchvision: {self.name}:weights=PATH/{heads},trunk=PATH/{trunk}."
         )
 
 
 @lru_cache(maxsize=4)
 def _load(kind: type[Lpips], files: tuple[Path, ...], device: torch.device) -> tuple[nn.Sequential, list[Tensor]]:
-    """Trunk and heads on a device; the last few are kept, a failure is not."""
+    """Return trunk and heads on a device; the last few are cached, a failure is not."""
     with torch.device("meta"):  # no weights yet, so none are drawn from the global generator
         features = nn.Sequential(*kind.layers())
     trunk = {f"features.{name}": tensor.shape for name, tensor in features.state_dict().items()}
@@ -120,12 +120,12 @@ def _load(kind: type[Lpips], files: tuple[Path, ...], device: torch.device) -> t
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
-    """Tensors by name: from a .pth or .pt file by torch's loader that refuses code, from any other as safetensors."""
+    """Read tensors by name: .pth and .pt files by torch's loader that refuses code, others as safetensors."""
     if path.suffix not in (".pth", ".pt"):
         return load_tensors(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever hostile bytes bring about; torch's own words advise to trust the file
+    except Exception as error:  # hostile bytes can raise anything; torch's own message advises to trust the file
         raise DataError(
             f"{path} must be a whole state dict of tensors and nothing else, got what torch.load(weights_only=True) "
             f"refuses ({type(error).__name__}). Get the file from its publisher again."
@@ -138,7 +138,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 def _pick(
     path: Path, given: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], device: torch.device
 ) -> dict[str, Tensor]:
-    """The wanted tensors of a file, which may hold others, such as torchvision's classifier."""
+    """Return the wanted tensors of a file, which may hold others, such as torchvision's classifier."""
     for name, shape in wanted.items():
         if name not in given or given[name].shape != shape:
             got = tuple(given[name].shape) if name in given else "none"
@@ -149,5 +149,5 @@ def _pick(
 
 
 def _normalise(features: Tensor) -> Tensor:
-    """Each position's vector of channels at length 1."""
+    """Scale each position's vector of channels to length 1."""
     return features / (features.square().sum(1, keepdim=True).sqrt() + EPSILON)

@@ -19,10 +19,10 @@ class LpipsVgg(Lpips):
     with the features of layer l (the last ReLU of each stage) divided by their length at each position, and learned
     weights w_l of its channels. Images go in at [-1, 1], scaled as published; grey ones are repeated to three channels.
 
-    Range: 0 (the same image) upwards, seldom above 1; lower is leakier.
+    Range: 0 (the same image) upwards, rarely above 1; lower is leakier.
     Edge cases: the trunk needs 16x16 pixels; images with a shorter side below that are enlarged to it, bilinear and
-    with their proportions. A guess that is not finite has NaN. Where weights are missing,
-    `gradveil.metrics.MetricUnavailable` is raised.
+    with their proportions. A guess that is not finite scores NaN. Missing weights raise
+    `gradveil.metrics.MetricUnavailable`.
     Reference: Zhang et al. 2018, https://arxiv.org/abs/1801.03924, Section 3; weights and scale of
     https://github.com/richzhang/PerceptualSimilarity.
     Differs from the paper: small images are enlarged.

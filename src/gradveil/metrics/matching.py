@@ -1,4 +1,4 @@
-"""Which guess is meant for which image: a batch comes back from an attack in any order."""
+"""Match guesses with true images: an attack returns a batch in any order."""
 
 import math
 
@@ -13,11 +13,11 @@ NO_GUESS = 2.0
 
 
 def match(truth: Tensor, guess: Tensor) -> Tensor:
-    """For each true image the index of its guess, so that the sum of all mean squared errors is the least.
+    """Return the index of each true image's guess, so that the sum of all mean squared errors is smallest.
 
-    The Hungarian assignment on the MSE of all pairs, clamped to [0, 1]; each guess serves once. Guesses that are not
-    finite are used only where no others are left; where guesses run out, the index is -1, and where there are too many,
-    the worst are left out.
+    This is the Hungarian assignment on the MSE of all pairs, clamped to [0, 1]; each guess is used at most once.
+    Guesses that are not finite are used only if no others are left. If there are too few guesses, some indices are -1;
+    if there are too many, the worst are left out.
 
     Args:
         truth: (N, C, H, W), floating point, finite.
@@ -49,14 +49,14 @@ def match(truth: Tensor, guess: Tensor) -> Tensor:
 
 
 def align(truth: Tensor, guess: Tensor) -> Tensor:
-    """The guesses in the order of the truth, matched by `match`; an image of NaN where there is none.
+    """Return the guesses in the order of the truth, matched by `match`; an image without a guess is NaN.
 
     Args:
         truth: (N, C, H, W), floating point, finite.
         guess: (M, C, H, W), with any M.
 
     Returns:
-        (N, C, H, W), a copy, of the guesses' type and on their device.
+        A copy (N, C, H, W), with the guesses' type and device.
 
     Example:
         >>> truth = torch.tensor([0.1, 0.5, 0.9]).view(3, 1, 1, 1)

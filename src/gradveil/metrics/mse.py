@@ -15,7 +15,7 @@ class Mse(Metric):
     .. math:: \mathrm{MSE}(x, y) = \frac{1}{CHW} \sum_{c,h,w} (x_{chw} - y_{chw})^2
 
     Range: 0 (the same image) to 1; lower is leakier.
-    Edge cases: a guess that is not finite has NaN.
+    Edge cases: a guess that is not finite scores NaN.
     Reference: Zhu et al. 2019 (DLG), https://arxiv.org/abs/1906.08935.
     Differs from the paper: always on clamped images in [0, 1], never on normalised ones.
 
@@ -30,5 +30,5 @@ class Mse(Metric):
     higher_is_leakier: ClassVar[bool] = False
 
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
-        """Mean over all but the first axis."""
+        """Average over all axes but the first."""
         return (truth - guess).square().flatten(1).mean(1)

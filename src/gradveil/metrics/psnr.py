@@ -9,7 +9,7 @@ from gradveil.metrics.base import Metric
 from gradveil.metrics.mse import Mse
 
 CAP = 100.0
-"""What an exact image scores, in dB: an MSE of 1e-10, far below what an 8-bit picture can show."""
+"""Score of an exact image in dB: that of an MSE of 1e-10, far below what an 8-bit picture can show."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Psnr(Metric):
     The PSNR of a batch is the mean of its images' PSNRs, which differs from the PSNR of its mean MSE.
 
     Range: 0 to 100 dB; higher is leakier.
-    Edge cases: an exact image, whose MSE is 0, has 100 dB, so that means stay finite; a guess that is not finite has
-    NaN, so an infinite value never occurs.
+    Edge cases: an exact image, whose MSE is 0, scores 100 dB, so that means stay finite; a guess that is not finite
+    scores NaN, so an infinite value never occurs.
     Reference: Geiping et al. 2020 (Inverting Gradients), https://arxiv.org/abs/2003.14053.
-    Differs from the paper: the cap; and the image is de-normalised before, not the MSE scaled afterwards.
+    Differs from the paper: the cap; and images are de-normalised first, instead of scaling the MSE afterwards.
 
     Example:
         >>> import torch
@@ -37,5 +37,5 @@ class Psnr(Metric):
     higher_is_leakier: ClassVar[bool] = True
 
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
-        """Decibels of one over `Mse`."""
+        """Return one over `Mse` in decibels."""
         return (10 * Mse().measure(truth, guess).reciprocal().log10()).clamp(max=CAP)

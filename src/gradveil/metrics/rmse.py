@@ -1,4 +1,4 @@
-"""Root of the mean squared error."""
+"""Root mean squared error."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,10 +15,10 @@ class Rmse(Metric):
 
     .. math:: \mathrm{RMSE}(x, y) = \sqrt{\mathrm{MSE}(x, y)}
 
-    Some papers call this number MSE (FedKL's code, on 0-255: 255 times ours); it is here to be compared with them.
+    Some papers call this number MSE (FedKL's code, on 0-255: 255 times ours); it allows comparisons with them.
 
     Range: 0 (the same image) to 1; lower is leakier.
-    Edge cases: a guess that is not finite has NaN.
+    Edge cases: a guess that is not finite scores NaN.
     Reference: the "MSE" of Ren et al. 2023 (FedKL), https://arxiv.org/abs/2305.04095, as their code computes it.
     Differs from the paper: the name, and the scale [0, 1] in place of [0, 255].
 
@@ -31,5 +31,5 @@ class Rmse(Metric):
     higher_is_leakier: ClassVar[bool] = False
 
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
-        """The root of `Mse`, image by image."""
+        """Return the square root of each image's `Mse`."""
         return Mse().measure(truth, guess).sqrt()

@@ -1,18 +1,21 @@
-"""The ROC curve of scores that tell members from others, and figures read off it."""
+"""The ROC curve of membership scores, and numbers derived from it.
+
+Members are images that were trained on, others are images that were not; a higher score claims membership.
+"""
 
 import torch
 from torch import Tensor
 
 FALSE_ALARMS = 0.01
-"""The share of others taken for members at which the share of members found is told."""
+"""False positive rate at which the true positive rate is reported."""
 FALSE_RATES = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""The false positive rates at which a row keeps its ROC curve."""
+"""False positive rates at which a row stores its ROC curve."""
 
 
 def rates(members: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """The ROC curve: the shares of others and of members whose score reaches a threshold, for all thresholds.
+    """Return the false and the true positive rates (K,) of all thresholds: the ROC curve from (0, 0) to (1, 1).
 
-    Both are (K,), from (0, 0) to (1, 1); equal scores are one threshold.
+    Equal scores count as one threshold.
 
     Example:
         >>> [rate.tolist() for rate in rates(torch.tensor([3.0, 2.0]), torch.tensor([2.0, 1.0]))]
@@ -28,7 +31,7 @@ def rates(members: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def area(members: Tensor, others: Tensor) -> float:
-    """The area under the ROC curve: how often a member scores higher than another image, ties counted half.
+    """Return the area under the ROC curve: how often a member scores higher than another image; ties count half.
 
     Example:
         >>> area(torch.tensor([3.0, 2.0]), torch.tensor([2.0, 1.0]))
@@ -39,13 +42,15 @@ def area(members: Tensor, others: Tensor) -> float:
 
 
 def found_at(members: Tensor, others: Tensor, false_alarms: float = FALSE_ALARMS) -> float:
-    """The largest share of members found by a threshold that takes at most so many others for members."""
+    """Return the largest true positive rate at a false positive rate of at most ``false_alarms``."""
     false, true = rates(members, others)
     return float(true[false <= false_alarms].max())
 
 
 def curve(members: Tensor, others: Tensor) -> list[float]:
-    """The ROC curve at `FALSE_RATES`, straight between its points as `area` has it; the most at a step upwards.
+    """Return the true positive rates at `FALSE_RATES`.
+
+    The curve is linear between its points, as in `area`; at a step upwards the highest value counts.
 
     Example:
         >>> curve(torch.tensor([3.0, 2.0]), torch.tensor([2.0, 1.0]))[-8:]
@@ -60,6 +65,6 @@ def curve(members: Tensor, others: Tensor) -> list[float]:
 
 
 def advantage(members: Tensor, others: Tensor) -> float:
-    """The largest difference between the shares of members and of others that a threshold takes for members."""
+    """Return the largest difference between the true and the false positive rate over all thresholds."""
     false, true = rates(members, others)
     return float((true - false).max())

@@ -15,7 +15,7 @@ C1, C2 = 0.01**2, 0.03**2
 
 @dataclass(frozen=True)
 class Ssim(Metric):
-    r"""Structural similarity with an 11x11 Gaussian window of deviation 1.5 and data range 1.
+    r"""Structural similarity with an 11x11 Gaussian window of standard deviation 1.5 and data range 1.
 
     .. math:: \mathrm{SSIM} = \operatorname{mean}_{c,h,w}
         \frac{(2 \mu_x \mu_y + C_1)(2 \sigma_{xy} + C_2)}{(\mu_x^2 + \mu_y^2 + C_1)(\sigma_x^2 + \sigma_y^2 + C_2)}
@@ -25,11 +25,11 @@ class Ssim(Metric):
     ``gaussian_weights=True, sigma=1.5, use_sample_covariance=False, data_range=1``.
 
     Range: above -1, up to 1 (the same image); higher is leakier.
-    Edge cases: where the shorter side is under 11 pixels, the window is the largest odd square that fits, with the same
-    deviation and weights that sum to 1 (7x7 for an 8x20 image; one pixel compares brightness alone). scikit-image
-    refuses such images. A guess that is not finite has NaN.
+    Edge cases: if the shorter side is below 11 pixels, the window is the largest odd square that fits, with the same
+    standard deviation and weights that sum to 1 (7x7 for an 8x20 image; one pixel compares brightness alone).
+    scikit-image refuses these images. A guess that is not finite scores NaN.
     Reference: Wang et al. 2004, https://doi.org/10.1109/TIP.2003.819861, Section III.
-    Differs from the paper: channels are measured apart and averaged; the paper has grey images only.
+    Differs from the paper: channels are measured separately and averaged; the paper has grey images only.
 
     Example:
         >>> black, white = torch.zeros(1, 1, 16, 16), torch.ones(1, 1, 16, 16)
@@ -42,7 +42,7 @@ class Ssim(Metric):
     higher_is_leakier: ClassVar[bool] = True
 
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
-        """Mean over channels and positions of the local similarity."""
+        """Average the local similarity over channels and positions."""
         height, width = truth.shape[2:]
         x, y = truth.reshape(-1, 1, height, width), guess.reshape(-1, 1, height, width)
         window = gaussian_window(min(WINDOW, (min(height, width) - 1) // 2 * 2 + 1)).to(truth)
@@ -55,7 +55,7 @@ class Ssim(Metric):
 
 
 def gaussian_window(size: int) -> Tensor:
-    """Weights of a Gaussian at ``size`` (odd) points around 0, which sum to 1: one axis of the window.
+    """Return the weights of a Gaussian at ``size`` (odd) points around 0, which sum to 1: one axis of the window.
 
     Example:
         >>> gaussian_window(3)
@@ -67,5 +67,5 @@ def gaussian_window(size: int) -> Tensor:
 
 
 def _blur(images: Tensor, window: Tensor) -> Tensor:
-    """Weighted mean at every position where the window fits; images are (N, 1, H, W)."""
+    """Return the weighted mean at each position where the window fits; images are (N, 1, H, W)."""
     return F.conv2d(F.conv2d(images, window.view(1, 1, -1, 1)), window.view(1, 1, 1, -1))

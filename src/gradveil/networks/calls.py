@@ -1,4 +1,4 @@
-"""Which layers a network calls, and in what order: by tracing its code, or by a look at one blank image's way."""
+"""Which layers a network calls, and in what order: found by tracing its code, or by running one blank image."""
 
 import copy
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from gradveil.networks.watch import LayerCall, watch
 
 
 class _Tracer(torch.fx.Tracer):
-    """Leaves layers of the user's own whole too, e.g. subclasses of nn.Conv2d."""
+    """Tracer that treats the user's own layers as leaves too, e.g. subclasses of nn.Conv2d."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return super().is_leaf_module(m, module_qualified_name) or not any(m.children())
 
 
 def traced_calls(network: nn.Module) -> list[torch.fx.Node]:
-    """All calls of layers in the order of execution, without an image; none where the network can't be traced."""
+    """Return all calls of layers in the order of execution, without an image; empty if the network can't be traced."""
     try:
         nodes = _Tracer().trace(network).nodes
     except Exception:
@@ -31,10 +31,10 @@ class Call(NamedTuple):
     """One call of a layer.
 
     Attributes:
-        name: of the layer.
-        layer: itself, in a copy of the network.
-        given: the step of the computation that the layer was given the result of, as autograd knows it.
-        made: the step that made the layer's own result.
+        name: the layer's name in the network.
+        layer: the layer itself, in a copy of the network.
+        given: the autograd node that computed the layer's input, or None.
+        made: the autograd node that computed the layer's output, or None.
     """
 
     name: str
@@ -43,18 +43,18 @@ class Call(NamedTuple):
     made: Node | None
 
     def feeds(self, other: "Call") -> bool:
-        """Whether the other one is given this one's result itself, with nothing done in between."""
+        """Return whether the other call takes this call's output directly, with no operation in between."""
         return self.made is not None and self.made is other.given
 
 
 class Calls(NamedTuple):
-    """What a network does with an image: its calls of layers, in order, and the last step of the computation."""
+    """The calls of layers in one forward pass, in order, and the last autograd node."""
 
     layers: list[Call]
     last: Node | None
 
     def steps(self, stop: Node | None = None) -> set[Node]:
-        """All steps that the network's result comes from; those before ``stop`` only if they reach it around that."""
+        """Return all autograd nodes that lead to the network's output; paths through ``stop`` end there."""
         found, left = set[Node](), [self.last]
         while left:
             step = left.pop()
@@ -64,12 +64,12 @@ class Calls(NamedTuple):
         return found
 
     def uses(self, step: Node | None) -> int:
-        """How often a step's result is used on the way to the network's."""
+        """Return how many nodes on the way to the output use this node's result."""
         return sum(before is step for user in self.steps() for before, _ in user.next_functions)
 
 
 def calls_on_blank(network: nn.Module, shape: tuple[int, int, int]) -> Calls:
-    """What a copy of the network, in evaluation, does with one blank image of shape (C, H, W)."""
+    """Run a copy of the network, in evaluation mode, on one blank image of shape (C, H, W), and return its calls."""
     network = copy.deepcopy(network).eval()
     found, given = list[Call](), list[Node | None]()
 
@@ -81,7 +81,9 @@ def calls_on_blank(network: nn.Module, shape: tuple[int, int, int]) -> Calls:
 
     like = next(network.parameters())
     with watch(network, before=begin, after=end), torch.enable_grad():
-        blank = torch.zeros(1, *shape, device=like.device, requires_grad=True).clone()  # which may be changed in place
+        blank = torch.zeros(
+            1, *shape, device=like.device, requires_grad=True
+        ).clone()  # a copy, for a layer may work in place
         return Calls(found, _step(network(blank)))
 
 

@@ -1,12 +1,12 @@
-r"""A convolution with weights of its own for each example, and what autograd needs of it, by matrix products.
+r"""Convolution with separate weights per example, and its derivatives, by matrix products.
 
 The three maps come from one trilinear form :math:`\langle \delta, C(x, V)\rangle = \langle V, G(x, \delta)\rangle =
 \langle x, T(\delta, V)\rangle`: `convolve` (C), `weight_gradient` (G) and `transpose` (T, the gradient by the input).
-The derivative of each is made of the other two, so all can be differentiated as often as one likes.
+The derivatives of each are the other two, so all can be differentiated any number of times.
 
-Neither grouped convolutions nor unfold and fold are used: on a CPU both take several times as long. Patches are copied
-from a channels-last image, where they are long runs of memory, and T is itself a convolution, of the output gradient
-with its stride taken apart (one small kernel for each remainder of the position by the stride).
+Grouped convolutions and unfold with fold take several times as long on a CPU. Instead, patches are copied from a
+channels-last image, where they are long runs of memory. T is itself a convolution with stride 1 of the output gradient,
+with one small kernel for each remainder of the position modulo the stride.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where a kernel goes on an image; each pair is (vertical, horizontal). Zeros pad both sides alike."""
+    """Sizes of a convolution; each pair is (vertical, horizontal). Zero padding is the same on both sides."""
 
     size: tuple[int, int]
     kernel: tuple[int, int]
@@ -40,19 +40,19 @@ class Geometry:
 
 
 def convolve(images: Tensor, weight: Tensor, where: Geometry) -> Tensor:
-    """C: images (N, in, H, W) and weights (N, out, in, kh, kw), or (out, in, kh, kw) for all, to (N, out, H', W')."""
+    """Compute C: (N, out, H', W') from images (N, in, H, W) and weights (N, out, in, kh, kw) or (out, in, kh, kw)."""
     result: Tensor = _Convolve.apply(images, weight, where)  # type: ignore[no-untyped-call]
     return result
 
 
 def weight_gradient(images: Tensor, delta: Tensor, where: Geometry) -> Tensor:
-    """G: gradients by each one's weights (N, out, in, kh, kw), from input and output gradient (N, out, H', W')."""
+    """Compute G: per-example weight gradients (N, out, in, kh, kw) from input and output gradient (N, out, H', W')."""
     result: Tensor = _WeightGradient.apply(images, delta, where)  # type: ignore[no-untyped-call]
     return result
 
 
 def transpose(delta: Tensor, weight: Tensor, where: Geometry) -> Tensor:
-    """T: the gradient by the images (N, in, H, W), from output gradient and weights as in `convolve`."""
+    """Compute T: the gradient by the images (N, in, H, W), from output gradient and weights as in `convolve`."""
     result: Tensor = _Transpose.apply(delta, weight, where)  # type: ignore[no-untyped-call]
     return result
 
@@ -106,23 +106,23 @@ class _Transpose(torch.autograd.Function):
 
 
 def _like(gradient: Tensor | None, weight: Tensor) -> Tensor | None:
-    """The gradient by a weight that all examples share is the sum of theirs."""
+    """Sum the per-example gradients if all examples share the weight."""
     return gradient.sum(0) if gradient is not None and weight.dim() == 4 else gradient
 
 
 def _rows(weight: Tensor) -> Tensor:
-    """Weights (..., out, in, kh, kw) as (..., out, kh * kw * in), the order of the patches."""
+    """Return weights (..., out, in, kh, kw) as (..., out, kh * kw * in), the order of the patches."""
     return weight.movedim(-3, -1).flatten(-3)
 
 
 def _channels_last(images: Tensor, before: tuple[int, int], after: tuple[int, int]) -> Tensor:
-    """(N, C, H, W) padded with zeros as contiguous (N, H + ..., W + ..., C)."""
+    """Return (N, C, H, W) padded with zeros as contiguous (N, H + ..., W + ..., C)."""
     sides = (0, 0, before[1], after[1], before[0], after[0])
     return F.pad(images.permute(0, 2, 3, 1), sides).contiguous()
 
 
 def _patches(images: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tensor:
-    """All windows of contiguous (N, H, W, C) as (N, positions, kh * kw * C)."""
+    """Return all windows of contiguous (N, H, W, C) as (N, positions, kh * kw * C)."""
     if len(images) > _FEW and get_proxy_mode() is not None:
         whole: Tensor = torch.ops.gradveil.copy_patches(images, list(kernel), list(stride))
         return whole
@@ -135,11 +135,11 @@ def _copied(images: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> Ten
 
 
 _FEW = 4
-"""Up to so many examples a compiler makes more of the single copies, by saving calls; beyond, it copies slowly."""
+"""Up to this many examples a compiler speeds up the single copies by saving calls; for more, it copies slowly."""
 
 
 def _transpose(delta: Tensor, weight: Tensor, where: Geometry) -> Tensor:
-    """T, the stride taken apart; see `_apart`."""
+    """Compute T as a convolution with stride 1; see `_apart`."""
     (down, across), (channels_out, channels_in) = where.stride, weight.shape[-4:-2]
     plan = _apart(where, channels_out, channels_in)
     windows = _patches(_channels_last(delta, plan.before, plan.after), plan.taps, (1, 1))
@@ -158,11 +158,11 @@ class _Apart:
 
     Attributes:
         cells: range of q, vertical and horizontal.
-        taps: how many m there are.
-        before: zeros around delta, above and to the left.
-        after: below and to the right.
+        taps: number of values of m, vertical and horizontal.
+        before: rows of zeros above delta, and columns to its left.
+        after: rows of zeros below delta, and columns to its right.
         index: for each entry of the kernels (remainders, in, taps, out) the entry of the flat weight.
-        inside: 1 where that tap exists, else 0.
+        inside: 1 if the kernel has this tap, else 0.
     """
 
     cells: tuple[int, int]
@@ -175,12 +175,12 @@ class _Apart:
 
 @lru_cache(maxsize=256)
 def _apart(where: Geometry, channels_out: int, channels_in: int) -> _Apart:
-    r"""Which tap of the kernel joins which output to which position.
+    r"""Find which tap of the kernel joins which output to which position.
 
-    Position u of the image is :math:`s q + r`. Tap i of the kernel joins it to output o where
+    Position u of the image is :math:`s q + r`. Tap i of the kernel joins it to output o if
     :math:`u = s o + i - p`, so with :math:`m = q - o` the tap is :math:`i = s m + r + p`. For fixed r this is a
-    convolution of delta over m with stride 1; all r share one range of m, taps outside the kernel being zero.
-    (In NumPy, so that a trace takes the result for a constant.)
+    convolution of delta over m with stride 1; all r share one range of m, and taps outside the kernel are zero.
+    (NumPy is used so that a trace treats the result as a constant.)
     """
     cells, taps, before, after, tap, inside = [], [], [], [], [], []
     for axis in (0, 1):
@@ -227,7 +227,7 @@ def _like_taps(weights: Tensor, index: Tensor, inside: Tensor) -> Tensor:
 
 
 _library = torch.library.Library("gradveil", "FRAGMENT")  # type: ignore[no-untyped-call]
-"""Copies as operations of their own, which TorchInductor leaves as they are: what it makes of them is far slower."""
+"""Copies as operations of their own, which TorchInductor leaves unchanged: its own code for them is far slower."""
 for _schema, _real, _fake in (
     ("copy_patches(Tensor images, int[] kernel, int[] stride) -> Tensor", _copy_patches, _like_patches),
     ("take_taps(Tensor weights, Tensor index, Tensor inside) -> Tensor", _take_taps, _like_taps),

@@ -1,4 +1,4 @@
-"""What chosen layers of a network make of images; the layers behind the last of them don't run."""
+"""The outputs of chosen layers of a network for images; layers after the last chosen one don't run."""
 
 import re
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class Features:
     """The outputs of some layers, for images in [0, 1]; differentiable in the images.
 
     Args:
-        network: in evaluation mode afterwards, and its weights take no gradient.
-        names: of the layers; each is used once in a forward pass.
+        network: is set to evaluation mode, and its weights take no gradient.
+        names: the layers; each is used once in a forward pass.
         shape: (C, H, W) of an image.
     """
 
@@ -31,13 +31,13 @@ class Features:
             if called.count(name) != 1:
                 uses = called.count(name)
                 raise ConfigError(
-                    f"Layer {name!r} must be used once in a forward pass, got {uses} uses. Choose another."
+                    f"Layer {name!r} must be used once in a forward pass, got {uses} uses. Choose another layer."
                 )
         self.names = sorted(names, key=called.index)
         self._copies = False
 
     def __call__(self, images: Tensor) -> list[Tensor]:
-        """One tensor (N, ...) a layer, in the order in which they are called."""
+        """Return one tensor (N, ...) per layer, in the order in which the layers are called."""
         found: list[Tensor] = []
 
         def keep(call: LayerCall) -> None:
@@ -47,22 +47,22 @@ class Features:
 
         with suppress(_Enough), watch(self.network, self.names, after=keep):
             self.network(images)
-        if any(output._version for output in found):  # a layer behind changed it in place
+        if any(output._version for output in found):  # a later layer changed it in place
             self._copies = True
             return self(images)
         return found
 
     def distance(self, images: Tensor, wanted: Sequence[Tensor], *, mean: bool = False) -> Tensor:
-        """(N,) squared Euclidean distances of the images' features from those wanted.
+        """Return the squared Euclidean distance of each image's features from the wanted ones, (N,).
 
-        With ``mean`` each layer's square is divided by the number of its features.
+        With ``mean`` each layer's squared distance is divided by the number of its features.
         """
         pairs = zip(self(images), wanted, strict=True)
         squares = [(ours - theirs).square().flatten(1) for ours, theirs in pairs]
         return torch.stack([square.mean(1) if mean else square.sum(1) for square in squares]).sum(0)
 
     def slope(self, images: Tensor, wanted: Sequence[Tensor], *, mean: bool = False) -> Tensor:
-        """The gradient of `distance` by the images (N, C, H, W), without working out the distance."""
+        """Return the gradient of `distance` with respect to the images (N, C, H, W), without computing the distance."""
         with torch.enable_grad():
             leaf = images.detach().requires_grad_()
             found = self(leaf)
@@ -74,10 +74,10 @@ class Features:
 
 
 def chosen_layers(network: nn.Module, shape: tuple[int, int, int], choice: str) -> list[str]:
-    """The names of the layers that a text chooses.
+    """Return the names of the layers that ``choice`` stands for.
 
-    ``first-5`` are the first five convolutions in the order in which they are called, or as many as there are;
-    ``last-5`` the last five and all linear layers; ``all`` all convolutions; else names joined by ``/``.
+    ``first-5`` means the first five convolutions in the order in which they are called, or all if there are fewer;
+    ``last-5`` the last five and all linear layers; ``all`` all convolutions; anything else is names joined by ``/``.
     """
     kinds = dict(network.named_modules())
     called = list(dict.fromkeys(_called(network, shape)))
@@ -92,7 +92,10 @@ def chosen_layers(network: nn.Module, shape: tuple[int, int, int], choice: str) 
     else:
         found = choice.split("/")
     if not found:
-        raise ConfigError(f"layers={choice} must choose some layer of the feature extractor, got none. Name layers.")
+        raise ConfigError(
+            f"layers={choice} must choose at least one layer of the feature extractor, got none. "
+            "Name layers, e.g. layers=conv1/conv2."
+        )
     return found
 
 
@@ -101,7 +104,7 @@ class _Enough(Exception):  # noqa: N818 - no error
 
 
 def _called(network: nn.Module, shape: tuple[int, int, int]) -> list[str]:
-    """Names of the layers in the order in which a forward pass ends with them, each as often as it is used."""
+    """Return the names of the layers in the order in which their calls end, each as often as it is used."""
     names: list[str] = []
     inner = [name for name, _ in network.named_modules() if name]
     like = next(network.parameters(), torch.zeros(()))

@@ -1,4 +1,4 @@
-"""Per-example parameter gradients, fast and differentiable again: the engine room of attacks and defences.
+"""Per-example parameter gradients, fast and differentiable again; attacks and defences build on them.
 
 All examples share the weights, so one batched forward and one batched backward suffice: the layers' inputs and the
 gradients of their outputs are captured, and each layer's weight gradient is a small product of the two
@@ -6,8 +6,9 @@ gradients of their outputs are captured, and each layer's weight gradient is a s
 ``create_graph=True`` the result can be differentiated once more, which gradient matching needs.
 
 Layers with a rule of their own: Linear, Conv2d, BatchNorm (evaluation mode), GroupNorm, LayerNorm. Any other layer
-takes `torch.func.vmap` over its own backward, and so does a network as a whole whose parameters are not all reached, or
-whose gradients do not add up to autograd's (a weight used behind a layer's back), which is looked at once a network.
+uses `torch.func.vmap` over its own backward. So does the whole network if some parameters are not reached through their
+layers, or if the gradients do not add up to autograd's (a weight is used outside its layer). This is checked once per
+network.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +27,11 @@ from gradveil.networks.layers import layer_gradient, own_parameters, small_convo
 from gradveil.networks.watch import LayerCall, watch
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Takes outputs (N, classes) and labels; returns one loss an example, (N,)."""
+"""Takes outputs (N, classes) and labels; returns one loss per example, (N,)."""
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each example; labels are classes (N,) or probabilities (N, classes)."""
+    """Return each example's cross-entropy; labels are classes (N,) or probabilities (N, classes)."""
     return F.cross_entropy(outputs, labels, reduction="none")
 
 
@@ -43,25 +44,25 @@ def example_gradients(
     loss: Loss = cross_entropy,
     create_graph: bool = False,
 ) -> dict[str, Tensor]:
-    """The gradient of each group's mean loss, by parameter name.
+    """Return the gradient of each group's mean loss, by parameter name.
 
     Args:
-        network: in evaluation mode where it has BatchNorm, which else mixes the examples.
+        network: in evaluation mode if it has BatchNorm, which would mix the examples otherwise.
         images: (N, C, H, W).
         labels: (N,) or (N, classes).
-        group_size: examples a group, N a multiple of it; 1 gives per-example gradients.
-        loss: one loss an example.
+        group_size: examples per group, a divisor of N; 1 gives per-example gradients.
+        loss: returns one loss per example.
         create_graph: whether the result can be differentiated with respect to images and labels.
 
     Returns:
-        For each parameter that requires a gradient a tensor (N / group_size, its shape).
+        A tensor (N / group_size, shape of the parameter) for each parameter that requires a gradient.
     """
     gradients, _ = _gradients(network, images, labels, group_size, loss, create_graph)
     return gradients if create_graph else {name: tensor.detach() for name, tensor in gradients.items()}
 
 
 def gradients_and_outputs(network: nn.Module, images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Per-example gradients of the cross-entropy, and what the network gives, (N, classes), by one forward pass.
+    """Return per-example gradients of the cross-entropy and the network's outputs (N, classes), by one forward pass.
 
     Both can be differentiated with respect to images and labels.
     """
@@ -72,9 +73,9 @@ def gradients_and_outputs(network: nn.Module, images: Tensor, labels: Tensor) ->
 def _gradients(
     network: nn.Module, images: Tensor, labels: Tensor, group_size: int, loss: Loss, create_graph: bool
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Gradients, and the outputs where they were met on the way."""
+    """Return the gradients, and the outputs if the forward pass gave them, else None."""
     if len(images) % group_size:
-        raise ConfigError(f"group_size must divide the {len(images)} examples, got {group_size}.")
+        raise ConfigError(f"group_size must divide the {len(images)} examples, got {group_size}. Choose a divisor.")
     refuse_mixing_layers(network)
     wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     gradients, met = None, list[Tensor]()
@@ -94,7 +95,7 @@ def _gradients(
 
 
 _by_layers_holds: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
-"""Networks whose gradients by layers were compared with autograd's once, and whether they agreed."""
+"""Whether a network's gradients by layers agreed with autograd's, for networks that were compared."""
 
 
 def _adds_up(
@@ -106,7 +107,7 @@ def _adds_up(
     gradients: dict[str, Tensor],
     wanted: dict[str, nn.Parameter],
 ) -> bool:
-    """Whether a weighted sum over groups is autograd's own: not so where a layer is used in ways no hook sees."""
+    """Return whether a weighted sum over groups equals autograd's; a weight used outside its layer breaks this."""
     groups = len(images) // group_size
     weights = torch.linspace(0.5, 1.5, groups, dtype=images.dtype, device=images.device)
     with torch.enable_grad():
@@ -129,7 +130,7 @@ def _by_layers(
     create_graph: bool,
     wanted: dict[str, nn.Parameter],
 ) -> dict[str, Tensor] | None:
-    """Gradients from captured inputs and output gradients; None where some parameter is not reached by its layer."""
+    """Compute gradients from captured inputs and output gradients, or return None if a layer misses a parameter."""
     layers = {name: layer for name, layer in network.named_modules() if own_parameters(layer)}
     if any(own_parameters(layer) and list(layer.children()) for layer in layers.values()):
         return None
@@ -163,7 +164,7 @@ def _by_vmap(
     loss: Loss,
     wanted: dict[str, nn.Parameter],
 ) -> dict[str, Tensor]:
-    """The slow and general way: each group's gradient of the whole network under vmap."""
+    """Compute each group's gradient of the whole network under vmap: slow, but general."""
 
     def group_loss(parameters: dict[str, Tensor], group: Tensor, group_labels: Tensor) -> Tensor:
         return loss(torch.func.functional_call(network, parameters, (group,)), group_labels).mean()
@@ -179,7 +180,7 @@ def _grouped(tensor: Tensor, group_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer in the forward pass; ``version`` tells whether the output was changed in place later."""
+    """One call of a layer in the forward pass; ``version`` shows whether the output was changed in place later."""
 
     name: str
     inputs: tuple[Tensor, ...]
@@ -196,7 +197,7 @@ def _run(
     *,
     copy: bool = False,
 ) -> tuple[list[_Call] | None, tuple[Tensor | None, ...]]:
-    """Forward and backward with all calls of the layers captured, and the gradient of ``total`` by their outputs."""
+    """Run forward and backward; return all calls of the layers, and the gradient of ``total`` by their outputs."""
     calls: list[_Call] = []
     odd: list[str] = []
 
@@ -224,23 +225,23 @@ def _same(network: nn.Module, full: str, parameter: nn.Parameter) -> bool:
 
 
 def refuse_mixing_layers(network: nn.Module) -> None:
-    """Raise where BatchNorm would make an example's output depend on the others."""
+    """Raise ConfigError if BatchNorm makes an example's output depend on the others."""
     for name, layer in network.named_modules():
         if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
             raise ConfigError(
-                f"Derivatives by example need BatchNorm in evaluation mode with running statistics, got {name!r} in "
+                f"Per-example gradients need BatchNorm in evaluation mode with running statistics, got {name!r} in "
                 "training mode, where examples are mixed. Call network.eval(), or use GroupNorm."
             )
 
 
 def batched_vjp(outputs: Tensor, inputs: Tensor, cotangents: Tensor, *, chunk: int = 64) -> Tensor:
-    """Vector-Jacobian products for many cotangents at once.
+    """Compute vector-Jacobian products for many cotangents at once.
 
     Args:
         outputs: any shape, computed from ``inputs``.
         inputs: the tensor to differentiate by.
         cotangents: (K, shape of outputs).
-        chunk: how many are taken together.
+        chunk: how many are computed together.
 
     Returns:
         (K, shape of inputs).
@@ -253,7 +254,7 @@ def batched_vjp(outputs: Tensor, inputs: Tensor, cotangents: Tensor, *, chunk: i
 
 
 def batched_jvp(function: Callable[[Tensor], Tensor], inputs: Tensor, tangents: Tensor, *, chunk: int = 16) -> Tensor:
-    """Jacobian-vector products in forward mode for many tangents (K, shape of inputs); returns (K, outputs)."""
+    """Compute Jacobian-vector products (K, outputs) in forward mode for many tangents (K, shape of inputs)."""
     inputs = inputs.contiguous()  # forward mode refuses expanded memory
 
     def one(tangent: Tensor) -> Tensor:
@@ -265,9 +266,9 @@ def batched_jvp(function: Callable[[Tensor], Tensor], inputs: Tensor, tangents: 
 
 
 def layer_inputs(network: nn.Module, names: Sequence[str], images: Tensor) -> list[Tensor]:
-    """What the named layers are given when the network sees the images, one tensor a name; differentiable.
+    """Return the input of each named layer in a forward pass on the images, one tensor per name; differentiable.
 
-    Each must be called exactly once in a forward pass, with one tensor.
+    Each layer must be called exactly once in a forward pass, with one tensor.
     """
     found: dict[str, list[Tensor]] = {name: [] for name in names}
 
@@ -278,7 +279,9 @@ def layer_inputs(network: nn.Module, names: Sequence[str], images: Tensor) -> li
         network(images)
     for name, calls in found.items():
         if len(calls) != 1:
-            raise ConfigError(f"Layer {name!r} must be used once in a forward pass, got {len(calls)} uses.")
+            raise ConfigError(
+                f"Layer {name!r} must be used once in a forward pass, got {len(calls)} uses. Choose another."
+            )
     return [found[name][0] for name in names]
 
 
@@ -292,21 +295,21 @@ def jacobian_row_norms(
     chunk: int = 64,
     forward: bool = False,
 ) -> Tensor:
-    r"""For each example n and feature i the norm :math:`\|\partial f_i(x_n) / \partial x_n\|_p`, shape (N, features).
+    r"""Return the norm :math:`\|\partial f_i(x_n) / \partial x_n\|_p` for each example n and feature i, (N, features).
 
-    Exact by batched backward passes, one a feature, or by ``forward`` ones, one a number of the input; or, for the
-    Euclidean norm, estimated for all features at once by ``probes`` forward-mode products with Gaussian v, since
-    :math:`E[(Jv)_i^2] = \|J_i\|_2^2`. The estimate's relative standard deviation is about
-    :math:`1 / \sqrt{2\,\text{probes}}`.
+    The norms are exact by batched backward passes, one per feature, or with ``forward`` by forward-mode passes, one
+    per entry of the input. With ``probes`` the Euclidean norm is estimated for all features at once, by forward-mode
+    products with Gaussian v, since :math:`E[(Jv)_i^2] = \|J_i\|_2^2`. The estimate's relative standard deviation
+    is about :math:`1 / \sqrt{2\,\text{probes}}`.
 
     Args:
-        function: maps (N, ...) to (N, features), each example by itself.
+        function: maps (N, ...) to (N, features), each example independently.
         inputs: (N, ...).
-        order: p of the norm, infinity included.
-        probes: 0 is exact.
-        rng: needed for probes; a CPU generator.
-        chunk: products taken together.
-        forward: whether exact norms come by forward passes, where the network knows them.
+        order: p of the norm; infinity is allowed.
+        probes: number of random probes; 0 computes exact norms.
+        rng: a CPU generator, needed for probes.
+        chunk: products computed together.
+        forward: whether to compute exact norms by forward-mode passes, if the network supports them.
     """
     if probes:
         return _estimated_row_norms(function, inputs.detach(), order, probes, rng, chunk)
@@ -314,7 +317,7 @@ def jacobian_row_norms(
     with torch.enable_grad():
         features = function(leaf)  # (N, features)
     if forward:
-        with suppress(RuntimeError):  # a layer may know the way back only
+        with suppress(RuntimeError):  # a layer may support backward mode only
             return _forward_row_norms(function, inputs.detach(), order, chunk)
     norms = []
     for some in torch.split(torch.arange(features.shape[1], device=features.device), chunk):
@@ -326,7 +329,7 @@ def jacobian_row_norms(
 
 def _forward_row_norms(function: Callable[[Tensor], Tensor], inputs: Tensor, order: float, chunk: int) -> Tensor:
     size = inputs[0].numel()
-    columns: list[Tensor] = []  # each (N, features): the norms over some numbers of the input
+    columns: list[Tensor] = []  # each (N, features): the norms over a chunk of the input
     with torch.no_grad():
         for some in torch.split(torch.arange(size, device=inputs.device), chunk):
             basis = F.one_hot(some, size).to(inputs).view(-1, 1, *inputs.shape[1:])
@@ -345,9 +348,9 @@ def _estimated_row_norms(
     chunk: int,
 ) -> Tensor:
     if rng is None:
-        raise ConfigError("probes need a random generator, got rng=None.")
+        raise ConfigError("probes need a random generator, got rng=None. Pass rng, a CPU generator.")
     if order != 2:
-        raise ConfigError(f"probes estimate the Euclidean norm only, order must be 2 with them, got {order:g}.")
+        raise ConfigError(f"probes estimate the Euclidean norm only: order must be 2, got {order:g}. Use probes=0.")
     total = torch.zeros((), dtype=inputs.dtype, device=inputs.device)
     with torch.no_grad():
         for start in range(0, probes, chunk):
@@ -357,6 +360,6 @@ def _estimated_row_norms(
                 total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
             except RuntimeError as error:
                 raise ConfigError(
-                    f"probes must be 0 for a network that can't be differentiated forward, got {probes}: {error}"
+                    f"probes must be 0 for a network without forward-mode derivatives, got {probes}: {error}"
                 ) from error
     return (total / probes).sqrt()

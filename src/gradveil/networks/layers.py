@@ -1,4 +1,4 @@
-"""The gradient of a layer's own parameters, example by example, from its input and its output's gradient."""
+"""Per-example gradients of a layer's own parameters, from its input and the gradient of its output."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ from gradveil.networks.convolution import Geometry, convolve, weight_gradient
 
 
 def own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that belong to the layer itself and are trained."""
+    """Return the trained parameters that belong to the layer itself, not to its children."""
     return {key: p for key, p in layer.named_parameters(recurse=False) if p.requires_grad}
 
 
 def layer_gradient(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    """Per-example gradients (N, ...) of a layer's own parameters, from its input and its output's gradient."""
+    """Return per-example gradients (N, ...) of a layer's own parameters, from its input and its output's gradient."""
     own = own_parameters(layer)
     kind = type(layer)  # not isinstance: a subclass may compute something else
     if kind is nn.Linear:
@@ -80,7 +80,7 @@ def _layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> dict[s
 
 
 def _any_layer(layer: nn.Module, own: dict[str, nn.Parameter], inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    """Vmap over the layer's own backward; right for any layer that treats examples apart."""
+    """Use vmap over the layer's own backward; right for any layer that treats examples independently."""
 
     def one(example: Tensor, output_gradient: Tensor) -> dict[str, Tensor]:
         def forward(parameters: dict[str, Tensor]) -> Tensor:
@@ -97,10 +97,10 @@ def _any_layer(layer: nn.Module, own: dict[str, nn.Parameter], inputs: Tensor, g
 
 @contextmanager
 def small_convolutions(network: nn.Module) -> Iterator[None]:
-    """Compute convolutions of few channels by matrix products while the inputs are what is differentiated by.
+    """Compute convolutions with few channels by matrix products within the ``with`` block.
 
-    oneDNN takes up to three times as long for them, most of it for the gradient by the input. The weights count as
-    constants, which they are for whoever searches images.
+    It is for gradients with respect to the input, as in a search for images: the weights count as constants. oneDNN
+    takes up to three times as long for these convolutions, most of it for the gradient by the input.
     """
 
     def by_products(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
@@ -128,7 +128,7 @@ def small_convolutions(network: nn.Module) -> Iterator[None]:
 
 
 def few_channels(network: nn.Module) -> bool:
-    """Whether all convolutions of a network have few channels, so that oneDNN is slow backward."""
+    """Return whether all convolutions of a network have few channels, for which oneDNN's backward pass is slow."""
     convolutions = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
     return bool(convolutions) and all(map(_is_small, convolutions))
 
@@ -138,11 +138,11 @@ def _is_small(layer: nn.Conv2d) -> bool:
 
 
 _SMALL = 256
-"""Input times output channels below which matrix products win, by benchmarks on a CPU."""
+"""Input times output channels below which matrix products are faster, by benchmarks on a CPU."""
 
 
 def _geometry(layer: nn.Conv2d, images: Tensor) -> Geometry | None:
-    """Where a convolution's kernel goes; None for those that `gradveil.networks.convolution` does not know."""
+    """Return a convolution's geometry, or None if `gradveil.networks.convolution` does not support it."""
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
     if not plain or isinstance(layer.padding, str):
         return None
