@@ -76,5 +76,5 @@ def test_missing_layers_and_layers_not_used_once_are_refused(network):
     twice.append(twice[0])
     with pytest.raises(ConfigError, match="used once in a forward pass, got 2 uses"):
         Features(twice, ["0"], SHAPE)
-    with pytest.raises(ConfigError, match="choose some layer"):
+    with pytest.raises(ConfigError, match="choose at least one layer"):
         chosen_layers(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), SHAPE, "all")

@@ -247,7 +247,7 @@ class Backward(torch.autograd.Function):
 def test_probes_need_forward_mode():
     inputs = torch.rand(2, 3)
     assert torch.allclose(jacobian_row_norms(Backward.apply, inputs, forward=True), torch.ones(2, 3))
-    with pytest.raises(ConfigError, match=r"probes must be 0 .* differentiated forward, got 4"):
+    with pytest.raises(ConfigError, match=r"probes must be 0 .* without forward-mode derivatives, got 4"):
         jacobian_row_norms(Backward.apply, inputs, probes=4, rng=torch.Generator())
 
 

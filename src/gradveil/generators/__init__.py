@@ -1,4 +1,4 @@
-"""Generators of likely images, the prior of generative attacks: the zoo, how they are trained, and the user's own."""
+"""Generators of likely images, the prior of generative attacks: built-in ones, their training, and the user's own."""
 
 from gradveil.generators.base import Generator, Latent, load_generator
 from gradveil.generators.principal import principal_components

@@ -1,4 +1,4 @@
-"""What a generator is: a network from latent numbers to images in [0, 1], and the one door to trained ones."""
+"""Generators: networks from latent numbers to images in [0, 1], and the one function that loads trained ones."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from gradveil.storage import load_tensors, read_metadata
 from gradveil.validate import in_range, is_file
 
 KEYS = "trained_on"
-"""The tensor of a generator's file that tells which images it was trained on, by `gradveil.data.image_keys`."""
+"""The tensor of a generator's file that names the images it was trained on, by `gradveil.data.auxiliary.image_keys`."""
 
 
 @dataclass(frozen=True)
 class Generator(Component, ABC):
-    """Base of the generators that gradveil can build: frozen settings, as those of a model.
+    """Base of the generators that gradveil can build: frozen settings, like those of a model.
 
     Attributes:
-        latent: numbers that an image is made from.
+        latent: length of the latent vector that an image is made from.
     """
 
     kind: ClassVar[str] = "generators"
@@ -37,16 +37,16 @@ class Generator(Component, ABC):
 
     @abstractmethod
     def build(self, shape: tuple[int, int, int], num_classes: int) -> "Latent":
-        """The network for images of ``shape`` (C, H, W); draws its weights from torch's global generator."""
+        """Build the network for images of ``shape`` (C, H, W); draws its weights from torch's global generator."""
 
 
 class Latent(nn.Module, ABC):
     """A generator's network. Latents are N(0, 1) in training.
 
     Attributes:
-        latent: numbers an image.
-        conditional: whether it draws images of a given class; then ``labels`` is what it is told.
-        keys: of the images that it was trained on, as far as its file tells.
+        latent: length of the latent vector per image.
+        conditional: whether it makes images of a given class, passed as ``labels``.
+        keys: keys of the images that it was trained on, if its file has them.
     """
 
     conditional = False
@@ -58,14 +58,14 @@ class Latent(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, latents: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Images (N, C, H, W) in [0, 1] from latents (N, latent).
+        """Return images (N, C, H, W) in [0, 1] for latents (N, latent).
 
-        ``labels`` are (N,), or (N, classes) as probabilities; only a conditional one looks at them.
+        ``labels`` are (N,), or (N, classes) as probabilities; only a conditional generator reads them.
         """
 
 
 class _Own(Latent):
-    """The user's own network, which takes latents alone, or latents and labels."""
+    """The user's own network, which takes latents only, or latents and labels."""
 
     def __init__(self, network: nn.Module, latent: int) -> None:
         super().__init__(latent)
@@ -78,13 +78,14 @@ class _Own(Latent):
 
 
 def load_generator(text: str, shape: tuple[int, int, int], num_classes: int) -> Latent:
-    """The generator that ``text`` names, in evaluation mode and frozen.
+    """Load the generator that ``text`` names, in evaluation mode and frozen.
 
     Args:
-        text: a safetensors file that ``gradveil train-generator`` wrote, or one of `MlpGan`'s weights alone; or the
-            user's own ``path/file.py:factory``, a function that returns a torch.nn.Module with a number ``latent``.
+        text: a safetensors file that ``gradveil train-generator`` wrote, or one with only the weights of an `MlpGan`;
+            or the user's own ``path/file.py:factory``, a function that returns a torch.nn.Module with a number
+            ``latent``.
         shape: (C, H, W) that its images must have.
-        num_classes: of the task.
+        num_classes: number of classes of the task.
     """
     if ".py:" in text:
         network = _own(text, shape, num_classes)
@@ -119,7 +120,7 @@ def _from_file(path: Path, shape: tuple[int, int, int], num_classes: int) -> Lat
 
 
 def _spec_of_mlp(tensors: dict[str, Tensor], path: Path) -> str:
-    """What builds a file without a word of ours: three linear layers of a plain sequence."""
+    """Return the spec for a file without our metadata: three linear layers of a plain sequence."""
     if set(tensors) != {f"{number}.{kind}" for number in (0, 2, 4) for kind in ("weight", "bias")}:
         raise DataError(
             f"Generator {str(path)!r} must be a file of gradveil train-generator, or of layers 0, 2 and 4 of a "
@@ -141,7 +142,7 @@ def _own(text: str, shape: tuple[int, int, int], num_classes: int) -> Latent:
 
 @torch.no_grad()
 def _try(network: Latent, text: str, shape: tuple[int, int, int], num_classes: int) -> None:
-    """Raise unless the generator makes images that the attacked model takes."""
+    """Raise ConfigError unless the generator makes images of the right shape in [0, 1]."""
     latents = torch.randn(2, network.latent, generator=torch.Generator().manual_seed(0))
     try:
         images = network(latents, torch.zeros(2, dtype=torch.int64) % num_classes)
@@ -154,5 +155,6 @@ def _try(network: Latent, text: str, shape: tuple[int, int, int], num_classes: i
     low, high = (float(edge) for edge in images.aminmax())
     if not (low >= 0 and high <= 1):
         raise ConfigError(
-            f"Generator {text!r} must make images in [0, 1], got {low:.3g} to {high:.3g}. Of tanh take (x + 1) / 2."
+            f"Generator {text!r} must make images in [0, 1], got {low:.3g} to {high:.3g}. "
+            "Rescale the output of tanh by (x + 1) / 2."
         )

@@ -1,4 +1,4 @@
-"""A small convolutional generator that is told the class."""
+"""A small convolutional generator, conditioned on the class."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gradveil.validate import in_range
 
 
 def levels(shape: tuple[int, int, int]) -> int:
-    """How often an image is halved until no side is more than 8, at least once.
+    """Return how often an image is halved until no side is longer than 8, at least once.
 
     Example:
         >>> levels((1, 28, 28)), levels((3, 64, 64)), levels((1, 4, 4))
@@ -26,13 +26,13 @@ class Dcgan(Generator):
     """Transposed convolutions from a small map of many channels to the image, with BatchNorm and ReLU in between.
 
     Reference: Radford et al. 2016, https://arxiv.org/abs/1511.06434, Section 3.
-    Differs from the paper: it has as few levels and channels as a CPU trains in minutes, and is told the class, as one
-    number a class beside the latents; images of any size are cut from the next larger one.
+    Differs from the paper: it has so few levels and channels that a CPU trains it in minutes; it is conditioned on the
+    class, as a one-hot vector beside the latents; images of any size are cropped from the next larger size.
 
     Attributes:
-        latent: numbers that an image is made from, beside its class.
-        width: channels of the last hidden map; each one before has twice as many.
-        conditional: whether it is told the class.
+        latent: length of the latent vector that an image is made from, beside its class.
+        width: channels of the last hidden layer; each earlier layer has twice as many.
+        conditional: whether it is conditioned on the class.
     """
 
     width: int = 16
@@ -43,7 +43,7 @@ class Dcgan(Generator):
         in_range("width", self.width, 1)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> Latent:
-        """The network, for as many levels as the image has."""
+        """Build the network, with as many levels as the image size needs."""
         return _Convolutional(self, shape, num_classes)
 
 

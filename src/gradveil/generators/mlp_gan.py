@@ -14,10 +14,10 @@ from gradveil.validate import in_range
 class MlpGan(Generator):
     """Linear, ReLU, Linear, ReLU, Linear, tanh; with 64-256-256-784 the generator of many MNIST tutorials.
 
-    It knows no classes. Weights made elsewhere, with the layers' places in the sequence as names, load as they are.
+    It is not conditioned on classes. Weights trained elsewhere load directly if their names are the layers' positions.
 
     Attributes:
-        latent: numbers that an image is made from.
+        latent: length of the latent vector that an image is made from.
         hidden: width of both hidden layers.
     """
 
@@ -28,7 +28,7 @@ class MlpGan(Generator):
         in_range("hidden", self.hidden, 1)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> Latent:
-        """The three layers."""
+        """Build the three layers."""
         return _Mlp(self.latent, self.hidden, shape)
 
 

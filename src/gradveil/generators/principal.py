@@ -17,7 +17,7 @@ class _Principal(Latent):
 
 
 def principal_components(images: Tensor, latent: int) -> Latent:
-    r"""The linear generator whose images have the mean and, as far as it goes, the covariance of those given.
+    r"""Return the linear generator whose images have the mean and approximately the covariance of the given ones.
 
     .. math:: G(z) = \mu + \sum_k z_k \sigma_k v_k, \quad z \sim N(0, 1)
 
@@ -25,7 +25,7 @@ def principal_components(images: Tensor, latent: int) -> Latent:
 
     Args:
         images: (N, C, H, W) in [0, 1].
-        latent: directions kept; never more than images or pixels.
+        latent: number of directions kept; limited by the number of images and of pixels.
     """
     flat = images.flatten(1).double()
     mean = flat.mean(0)

@@ -1,4 +1,4 @@
-"""Train a generator on public images against a critic; what was done survives a kill."""
+"""Train a generator on public images against a critic; an interrupted training can be resumed."""
 
 import contextlib
 import dataclasses
@@ -26,15 +26,15 @@ from gradveil.validate import in_range, one_of
 
 @dataclass(frozen=True)
 class GeneratorSettings:
-    """All that decides the weights of a trained generator."""
+    """All settings that determine the weights of a trained generator."""
 
     dataset: str = setting("mnist-5k", "Public images: a named set, a .npz file or a folder of pictures.")
-    split: str = setting("test", "Which of them: test, or train; gradveil audit attacks training images.")
-    generator: str = setting("dcgan", "What is trained (gradveil list generators).")
-    steps: int = setting(8000, "Steps of the generator, and of its critic.")
-    batch_size: int = setting(64, "Images a step.")
-    lr: float = setting(1e-3, "Adam's rate for both.")
-    penalty: float = setting(1.0, "Weight of the critic's squared slope at real images.")
+    split: str = setting("test", "Split to train on: test, or train; gradveil audit attacks training images.")
+    generator: str = setting("dcgan", "Generator to train (gradveil list generators).")
+    steps: int = setting(8000, "Training steps of the generator and of its critic.")
+    batch_size: int = setting(64, "Images per step.")
+    lr: float = setting(1e-3, "Learning rate of Adam for both.")
+    penalty: float = setting(1.0, "Weight of the penalty on the critic's squared gradient at real images.")
     seed: int = setting(0, "Every random draw comes from this seed.")
 
     def __post_init__(self) -> None:
@@ -50,12 +50,12 @@ class GeneratorSettings:
 SAVE_EVERY = 500
 """Steps between two checkpoints."""
 _SLOPE_EVERY = 8
-"""Steps between two looks at the critic's slope, which then counts as many times."""
+"""The gradient penalty is computed every this many steps, and multiplied by this number."""
 _AVERAGED = 0.998
-"""Share of the running mean of weights that a step keeps, less at first; the mean is what is saved."""
+"""Decay of the running mean of the weights, smaller at first; the mean is saved."""
 
 Progress = Callable[[int, str], None]
-"""Called with the number of finished steps and the figures so far."""
+"""Called with the number of finished steps and the current losses as text."""
 
 
 def train_generator(
@@ -66,14 +66,14 @@ def train_generator(
     resume: bool = False,
     progress: Progress = lambda done, figures: None,
 ) -> Latent:
-    r"""Train a generator G and leave its weights in ``out``, with its settings beside; the same bits for a seed.
+    r"""Train a generator G, and save its weights to ``out`` and its settings beside it; a seed fixes every bit.
 
-    The critic D is trained to tell real images x from made ones, the generator to mislead it:
+    The critic D is trained to distinguish real images x from generated ones, the generator to mislead it:
 
     .. math:: \min_D\; E[s(-D(x))] + E[s(D(G(z)))] + \tfrac{\gamma}{2} E\|\nabla D(x)\|^2, \qquad \min_G E[s(-D(G(z)))]
 
-    with :math:`s(t) = \log(1 + e^t)`. D is told the class where G is, by a product of its features with a row for each
-    class. The file also has keys of the images that were used, so that no audit attacks one of them.
+    with :math:`s(t) = \log(1 + e^t)`. D is conditioned on the class if G is, by a product of its features with one row
+    per class. The file also holds keys of the training images, so that no audit attacks one of them.
 
     Reference: Goodfellow et al. 2014, https://arxiv.org/abs/1406.2661; the penalty of Mescheder et al. 2018,
     https://arxiv.org/abs/1801.04406, Eq. 9, every eighth step as in Karras et al. 2020; the class by projection of
@@ -91,7 +91,9 @@ def train_generator(
     checkpoint = out.with_suffix(".checkpoint.safetensors")
     done = _load(duel, checkpoint, facts) if checkpoint.exists() else 0
     if done > settings.steps:
-        raise ConfigError(f"steps must be at least the {done:,} that are done, got {settings.steps:,}. Raise --steps.")
+        raise ConfigError(
+            f"steps must be at least the {done:,} steps already done, got {settings.steps:,}. Raise --steps."
+        )
     for step in range(done, settings.steps):
         figures = duel.step(split, step)
         progress(step + 1, figures)
@@ -113,13 +115,15 @@ def _claim(out: Path, *, resume: bool) -> None:
     if out.exists():
         raise RunFolderError(f"{out} must not exist yet, got a finished generator. Choose another --out.")
     if out.with_suffix(".checkpoint.safetensors").exists() and not resume:
-        raise RunFolderError(f"{out} must be new, got one that was begun. Go on with --resume, or choose another.")
+        raise RunFolderError(f"{out} must be new, got an unfinished training. Add --resume, or choose another --out.")
 
 
 def _load(duel: "_Duel", checkpoint: Path, facts: Mapping[str, str]) -> int:
     saved = read_metadata(checkpoint)
     if {key: saved.get(key) for key in facts} != dict(facts):
-        raise RunFolderError(f"{checkpoint} must be of these settings and images, got others. Choose another --out.")
+        raise RunFolderError(
+            f"{checkpoint} must come from the same settings and images, got others. Choose another --out."
+        )
     duel.load(load_tensors(checkpoint))
     return int(saved["step"])
 
@@ -139,7 +143,7 @@ class _Duel:
         self._adams = [torch.optim.Adam(net.parameters(), lr=settings.lr, betas=(0.0, 0.99)) for net in nets]
 
     def step(self, split: Split, number: int) -> str:
-        """One step of each; returns figures."""
+        """Train generator and critic by one step each; return their losses as text."""
         rng, size = stream(self._settings.seed, "generator", number), self._settings.batch_size
         chosen = torch.randint(len(split), (size,), generator=rng).numpy()
         batch = to_batch(split.images[chosen], split.labels[chosen])
@@ -178,12 +182,12 @@ class _Duel:
                 tensor.copy_(current[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it by name."""
+        """Return all tensors of the state by name."""
         return dict(self._named())
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of ``tensors``."""
-        for adam in self._adams:  # makes the state that is filled below
+        """Restore the state that `tensors` returned."""
+        for adam in self._adams:  # creates the state that is filled below
             for parameter in adam.param_groups[0]["params"]:
                 parameter.grad = torch.zeros_like(parameter)
             adam.step()
@@ -202,7 +206,7 @@ class _Duel:
 
 
 class _Critic(nn.Module):
-    """Convolutions with stride 2, then a linear layer; with classes also the row of the image's class."""
+    """Convolutions with stride 2, then a linear layer; if conditional, also one row of weights per class."""
 
     def __init__(self, shape: tuple[int, int, int], num_classes: int) -> None:
         super().__init__()

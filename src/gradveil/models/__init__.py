@@ -1,4 +1,4 @@
-"""The model zoo, and the door for the user's own networks."""
+"""The model zoo, and loading of the user's own networks."""
 
 from gradveil.models.base import Model, Normalisation, create_model, normalisation_of
 from gradveil.models.weights import load_weights

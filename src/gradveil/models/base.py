@@ -1,4 +1,4 @@
-"""What a model is: settings that build a torch.nn.Module for a shape and a number of classes, and its normalisation."""
+"""Models: settings that build a torch.nn.Module for a shape and a number of classes, and its normalisation."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -32,11 +32,11 @@ INITIALISATIONS = ("default", "uniform")
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Per-channel (x - mean) / std, applied by the model itself, so that images are [0, 1] everywhere else.
+    """Per-channel (x - mean) / std, applied by the model itself, so that images are in [0, 1] everywhere else.
 
     Attributes:
-        mean: what is taken off, one number for each channel or one for all.
-        std: what the rest is divided by, as many numbers, each more than 0.
+        mean: subtracted; one number per channel, or one for all channels.
+        std: divisor; as many numbers as ``mean``, each above 0.
     """
 
     mean: tuple[float, ...]
@@ -44,7 +44,7 @@ class Normalisation:
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not self.mean:
-            raise ConfigError(f"mean and std must have one number a channel each, got {self.mean} and {self.std}.")
+            raise ConfigError(f"mean and std must each have one number per channel, got {self.mean} and {self.std}.")
         for mean, std in zip(self.mean, self.std, strict=True):
             in_range("mean", mean)
             in_range("std", std, 0, open_low=True)
@@ -59,7 +59,7 @@ IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def parse_normalisation(text: str, channels: int, also: str = "") -> Normalisation | None:
-    """The normalisation that a setting names: none, imagenet or mean/std. ``also`` adds a caller's words to the error.
+    """Parse a normalisation: none, imagenet or mean/std. ``also`` names further choices in the error message.
 
     Example:
         >>> parse_normalisation("0.5/0.25", channels=3)
@@ -87,14 +87,14 @@ def parse_normalisation(text: str, channels: int, also: str = "") -> Normalisati
 
 @cache
 def _columns(normalisation: Normalisation, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and std as (C, 1, 1) tensors, made once: this runs in every step of every client."""
+    """Return mean and std as (C, 1, 1) tensors, cached because every step of every client needs them."""
     with torch.inference_mode(False):
         mean = torch.tensor(normalisation.mean, dtype=dtype, device=device).view(-1, 1, 1)
         return mean, torch.tensor(normalisation.std, dtype=dtype, device=device).view(-1, 1, 1)
 
 
 class PixelMean(nn.Module):
-    """(N, C, H, W) to (N, C): each channel's mean; torch's adaptive pooling is slow under vmap, and warns of it."""
+    """Mean of each channel, (N, C, H, W) to (N, C); torch's adaptive pooling is slow under vmap, and warns about it."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Average over the pixels."""
@@ -115,7 +115,7 @@ class Model(Component, ABC):
 
     kind: ClassVar[str] = "models"
     smallest: ClassVar[int] = 1
-    """The least height and width that the network can take."""
+    """The smallest height and width that the network accepts."""
 
     def __post_init__(self) -> None:
         one_of("activation", self.activation, ACTIVATIONS)
@@ -123,7 +123,7 @@ class Model(Component, ABC):
 
     @abstractmethod
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """The network for images of ``shape`` (C, H, W); draws its weights from torch's global generator."""
+        """Build the network for images of ``shape`` (C, H, W); draws its weights from torch's global generator."""
 
     def create(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
         """Check the shape, build the network and initialise it; draws from torch's global generator."""
@@ -142,7 +142,7 @@ class Model(Component, ABC):
         return network
 
     def act(self) -> nn.Module:
-        """A fresh activation layer."""
+        """Return a new activation layer."""
         return ACTIVATIONS[self.activation]()
 
 
@@ -155,13 +155,14 @@ def create_model(
 ) -> nn.Module:
     """Build the model that ``spec`` names: one of the zoo, or the user's own ``path/file.py:factory``.
 
-    A factory is called with those of ``shape`` (C, H, W) and ``num_classes`` that it takes, and with the settings of
-    the spec as texts; a subclass of `Model` is built from the spec like one of the zoo. Torch's global generator is
-    left as it was found.
+    A factory is called with ``shape`` (C, H, W) and ``num_classes``, if it has parameters of these names, and with the
+    settings of the spec as texts; a subclass of `Model` is built from the spec like one of the zoo. Torch's global
+    generator is restored afterwards.
     """
     if normalisation is not None and len(normalisation.mean) not in (1, shape[0]):
         raise ConfigError(
-            f"Normalisation must have one number for each of the {shape[0]} channels, got {len(normalisation.mean)}."
+            f"Normalisation must have one number for each of the {shape[0]} channels, got {len(normalisation.mean)}. "
+            "Correct --normalise."
         )
     with global_stream(seed, "model"):
         if is_own(parse_spec(spec)[0]):
@@ -169,20 +170,20 @@ def create_model(
         else:
             network = _create_component(spec, shape, num_classes)
         if any(isinstance(parameter, UninitializedParameter) for parameter in network.parameters()):
-            network.eval()(torch.zeros(2, *shape))  # lazy layers learn their size from a first look
+            network.eval()(torch.zeros(2, *shape))  # lazy layers learn their size from a first forward pass
     if normalisation is not None:
         network.register_forward_pre_hook(_NormaliseInput(normalisation))
     return network
 
 
 def normalisation_of(network: nn.Module) -> Normalisation | None:
-    """The normalisation that a model built here applies to its input, or None."""
+    """Return the normalisation that a model built by `create_model` applies to its input, or None."""
     hooks = [hook for hook in network._forward_pre_hooks.values() if isinstance(hook, _NormaliseInput)]
     return hooks[0].normalisation if hooks else None
 
 
 def move_input_hooks(network: nn.Module, whole: nn.Module) -> None:
-    """Let ``whole``, which has ``network`` inside, do what the network did to its input: its normalisation."""
+    """Move the normalisation of a network's input, a hook, to ``whole``, which contains the network."""
     for hook in network._forward_pre_hooks.values():
         whole.register_forward_pre_hook(hook)
     network._forward_pre_hooks.clear()
@@ -190,7 +191,10 @@ def move_input_hooks(network: nn.Module, whole: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _NormaliseInput:
-    """Forward pre-hook: parameter names stay those of the plain network, so anyone's weights load."""
+    """Forward pre-hook that normalises the input. Parameter names stay those of the plain network, so any weights load.
+
+    It changes the input and watches nothing: to watch layers, use `gradveil.networks.watch`.
+    """
 
     normalisation: Normalisation
 
@@ -211,7 +215,7 @@ def _create_own(spec: str, shape: tuple[int, int, int], num_classes: int) -> nn.
 
 
 def call_factory(reference: str, offered: Mapping[str, object], settings: Mapping[str, str]) -> nn.Module:
-    """The network that the user's own ``path/file.py:factory`` makes of what is offered, as far as it takes it."""
+    """Call the user's own ``path/file.py:factory`` with the offered arguments that it takes, and return its network."""
     factory = load_own(reference)
     if not callable(factory):
         raise ConfigError(f"{reference!r} must be a function or class that returns a torch.nn.Module, got {factory!r}.")

@@ -18,8 +18,8 @@ class Convnet(Model):
 
     Reference: Geiping et al. 2020 (GS, "Inverting Gradients"), https://arxiv.org/abs/2003.14053, and the authors' code;
     also the network of Soteria (https://arxiv.org/abs/2012.06043), and of DCS2 with ``width=32``.
-    Differs from the paper: 8 convolutions, as in the network that was really run; the authors' code lists 9, but two of
-    them under one key, so one replaces the other.
+    Differs from the paper: 8 convolutions, as in the network that the authors ran; their code lists 9, but two of them
+    under one key, so that one replaces the other.
 
     Attributes:
         width: channels of the first convolution; the others have 2, 2, 4, 4, 4, 4 and 4 times as many.
@@ -33,7 +33,7 @@ class Convnet(Model):
         in_range("width", self.width, 1)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Convolution, BatchNorm and activation eight times, pooled after the sixth and the eighth, then Linear."""
+        """Build eight convolutions with BatchNorm and activation, pooled after the sixth and eighth, and a Linear."""
         channels, height, width = shape
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for index, factor in enumerate((1, 2, 2, 4, 4, 4, 4, 4), start=1):

@@ -21,7 +21,7 @@ class Densenet121(Model):
 
     Reference: Huang et al. 2017, https://arxiv.org/abs/1608.06993, Table 1.
     Differs from the paper: the default stem is the 3x3 one that small images need; pooling between the blocks rounds up
-    (the same where the side divides evenly), so any image size works; starts from PyTorch's default weights, not He's.
+    (the same if the side divides evenly), so any image size works; starts from PyTorch's default weights, not He's.
 
     Attributes:
         stem: ``3x3`` keeps every pixel; ``7x7`` has stride 2 and a max-pooling, as in the paper.
@@ -38,7 +38,7 @@ class Densenet121(Model):
         in_range("growth", self.growth, 1)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Stem, dense blocks with transitions between them, average over the pixels, Linear to the classes."""
+        """Build stem, dense blocks with transitions between them, average over the pixels, Linear to the classes."""
         kernel, stride = (3, 1) if self.stem == "3x3" else (7, 2)
         channels = 2 * self.growth
         features: OrderedDict[str, nn.Module] = OrderedDict(

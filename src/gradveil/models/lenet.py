@@ -1,4 +1,4 @@
-"""The two LeNets of the field: the sigmoid network that DLG attacks, and LeCun's LeNet-5."""
+"""Two LeNets: the sigmoid network that DLG attacks, and LeCun's LeNet-5."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class LenetDlg(Model):
         in_range("width", self.width, 1)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Convolution and activation ``convs`` times, then Linear to the classes."""
+        """Build convolution and activation ``convs`` times, then Linear to the classes."""
         channels, height, width = shape
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for index in range(self.convs):
@@ -68,7 +68,7 @@ class Lenet5(Model):
     smallest: ClassVar[int] = 12
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Convolution, activation and pooling twice, then three Linears."""
+        """Build convolution, activation and pooling twice, then three Linears."""
         channels, *sides = shape
         padding = [2 if side < 32 else 0 for side in sides]
         height, width = (((side + 2 * pad - 4) // 2 - 4) // 2 for side, pad in zip(sides, padding, strict=True))

@@ -31,7 +31,7 @@ class Mlp(Model):
             in_range("hidden", width, 1)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Flatten, then Linear and activation per hidden width, then Linear to the classes."""
+        """Build Flatten, then Linear and activation per hidden width, then Linear to the classes."""
         layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
         inputs = math.prod(shape)
         for index, width in enumerate(self.hidden, start=1):
@@ -53,5 +53,5 @@ class Logistic(Model):
     """
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Flatten, then Linear to the classes."""
+        """Build Flatten, then Linear to the classes."""
         return nn.Sequential(OrderedDict(flatten=nn.Flatten(), linear=nn.Linear(math.prod(shape), num_classes)))

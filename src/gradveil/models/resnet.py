@@ -22,7 +22,7 @@ class Resnet20(Model):
     Differs from the paper: starts from PyTorch's default weights, not He's.
 
     Attributes:
-        shortcut: where a stage changes the shape, ``A`` drops every other pixel and adds channels of zeros (no
+        shortcut: if a stage changes the shape, ``A`` drops every other pixel and adds channels of zeros (no
             parameters, the paper's choice on CIFAR), ``B`` is a 1x1 convolution with BatchNorm.
         width: channels of the first stage; the others have 2 and 4 times as many.
     """
@@ -37,7 +37,7 @@ class Resnet20(Model):
         in_range("width", self.width, 1)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Stem, stages, average over the pixels, Linear to the classes."""
+        """Build stem, stages, average over the pixels, Linear to the classes."""
         layers: OrderedDict[str, nn.Module] = OrderedDict(
             conv1=nn.Conv2d(shape[0], self.width, kernel_size=3, padding=1, bias=False),
             bn1=nn.BatchNorm2d(self.width),
@@ -50,7 +50,7 @@ class Resnet20(Model):
 
 @dataclass(frozen=True)
 class Resnet32(Resnet20):
-    """CIFAR ResNet of 32 layers: as `Resnet20` with five blocks a stage, 464,154 parameters on CIFAR-10.
+    """CIFAR ResNet of 32 layers: as `Resnet20` with five blocks per stage, 464,154 parameters on CIFAR-10.
 
     Reference: He et al. 2016, https://arxiv.org/abs/1512.03385, Section 4.2.
     Differs from the paper: starts from PyTorch's default weights, not He's.
@@ -72,7 +72,7 @@ class Resnet18(Model):
     Reference: He et al. 2016, https://arxiv.org/abs/1512.03385, Table 1; GRNN's sigmoid ResNet-18
     (https://arxiv.org/abs/2105.00529) is ``resnet18:activation=sigmoid,init=uniform``.
     Differs from the paper: the default stem is the 3x3 one that small images need; starts from PyTorch's default
-    weights, not He's; 1x1 convolutions where a stage changes the shape (the paper's option B), as in torchvision.
+    weights, not He's; 1x1 convolutions if a stage changes the shape (the paper's option B), as in torchvision.
 
     Attributes:
         stem: ``3x3`` keeps every pixel; ``7x7`` has stride 2 and a max-pooling, as in the paper.
@@ -89,7 +89,7 @@ class Resnet18(Model):
         in_range("width", self.width, 1)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Stem, stages, average over the pixels, Linear to the classes."""
+        """Build stem, stages, average over the pixels, Linear to the classes."""
         kernel, stride = (3, 1) if self.stem == "3x3" else (7, 2)
         layers: OrderedDict[str, nn.Module] = OrderedDict(
             conv1=nn.Conv2d(shape[0], self.width, kernel, stride=stride, padding=kernel // 2, bias=False),
@@ -109,7 +109,7 @@ class Resnet34(Resnet18):
 
     Reference: He et al. 2016, https://arxiv.org/abs/1512.03385, Table 1.
     Differs from the paper: the default stem is the 3x3 one that small images need; starts from PyTorch's default
-    weights, not He's; 1x1 convolutions where a stage changes the shape (the paper's option B), as in torchvision.
+    weights, not He's; 1x1 convolutions if a stage changes the shape (the paper's option B), as in torchvision.
 
     Attributes:
         stem: ``3x3`` keeps every pixel; ``7x7`` has stride 2 and a max-pooling, as in the paper.
@@ -126,7 +126,7 @@ def _add_stages(
     act: Callable[[], nn.Module],
     shortcut: str,
 ) -> int:
-    """Add ``layer1``, ``layer2``, ... and return the channels of the last; each but the first halves the image."""
+    """Add ``layer1``, ``layer2``, ... and return the last one's channels; each but the first halves the image."""
     inputs = width
     for stage, count in enumerate(blocks):
         outputs = width * 2**stage
@@ -140,7 +140,7 @@ def _add_stages(
 
 
 class _BasicBlock(nn.Module):
-    """Two 3x3 convolutions with BatchNorm, added to a shortcut; each activation is a module of its own, for hooks."""
+    """Two 3x3 convolutions with BatchNorm, added to a shortcut; activations are modules that can be watched."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, act: Callable[[], nn.Module], shortcut: str) -> None:
         super().__init__()

@@ -18,8 +18,8 @@ class Vgg16(Model):
     Parameter names are torchvision's (``features.0.weight``, ``classifier.6.weight``) with the full head.
 
     Reference: Simonyan and Zisserman 2015, https://arxiv.org/abs/1409.1556, Table 1, column D.
-    Differs from the paper: BatchNorm and the small head are the defaults, as is common on CIFAR; pooling rounds up (the
-    same where the side divides by 32); no dropout unless asked for, because it draws from torch's global generator.
+    Differs from the paper: BatchNorm and the small head are the defaults, as is common on CIFAR; pooling rounds up (no
+    difference if the side divides by 32); no dropout by default, because it draws from torch's global generator.
 
     Attributes:
         batch_norm: BatchNorm after each convolution; the paper has none.
@@ -46,7 +46,7 @@ class Vgg16(Model):
         in_range("width", self.width, 1)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Stages of convolutions, then the head."""
+        """Build the stages of convolutions, then the head."""
         channels = shape[0]
         features: list[nn.Module] = []
         for count, factor in self.stages:

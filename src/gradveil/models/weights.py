@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from gradveil.errors import ConfigError
 
 SHOWN = 3
-"""How many names of each sort an error message shows."""
+"""Number of names of each kind that an error message shows."""
 
 
 def load_weights(network: nn.Module, path: Path, private: Callable[[str], bool] = lambda _: False) -> None:
-    """Load a safetensors file into a network, all of it or nothing.
+    """Load a safetensors file into a network, completely or not at all.
 
     Every parameter and buffer of the network must be in the file, with the same shape, and nothing else may be; only
-    BatchNorm's counter ``num_batches_tracked``, which many files leave out, may be absent. Tensors that are ``private``
-    by their name keep their values, and no file may hold them.
+    BatchNorm's counter ``num_batches_tracked``, which many files leave out, may be absent. Tensors whose name is
+    ``private`` keep their values, and no file may hold them.
     """
     try:
         tensors = load_file(path)
@@ -38,7 +38,7 @@ def load_weights(network: nn.Module, path: Path, private: Callable[[str], bool] 
 
 
 def misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    """What keeps ``given`` from being loaded, a phrase for each sort of trouble."""
+    """Return why ``given`` can't be loaded, one phrase per kind of problem; empty if it can."""
     missing = [name for name in wanted if name not in given and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in given if name not in wanted]
     shapes = [
