@@ -55,7 +55,7 @@ def test_an_interrupted_training_resumes_to_the_same_bits(bars, tmp_path, monkey
         train_generator(QUICK, bars, tmp_path / "cut.safetensors", progress=kill)
     with pytest.raises(RunFolderError, match="--resume"):
         train_generator(QUICK, bars, tmp_path / "cut.safetensors")
-    with pytest.raises(RunFolderError, match="of these settings"):
+    with pytest.raises(RunFolderError, match="from the same settings"):
         train_generator(dataclasses.replace(QUICK, lr=0.1), bars, tmp_path / "cut.safetensors", resume=True)
     steps = []
     train_generator(

@@ -127,8 +127,8 @@ def test_normalisation_keeps_the_dtype_of_the_images():
     ("mean", "std", "message"),
     [
         ((0.5,), (0.0,), "std must be more than 0, got 0"),
-        ((0.5, 0.5), (0.5,), "one number a channel"),
-        ((), (), "one number a channel"),
+        ((0.5, 0.5), (0.5,), "one number per channel"),
+        ((), (), "one number per channel"),
         ((float("nan"),), (1.0,), "mean must be a finite number, got nan"),
     ],
 )
