@@ -8,7 +8,7 @@ import pytest
 import gradveil
 
 FOUNDATION = {
-    "catalogue", "config", "errors", "own", "progress", "randomness", "registry", "source", "storage", "types",
+    "catalogue", "config", "errors", "own", "progress", "randomness", "registry", "rows", "source", "storage", "types",
     "validate",
 }  # fmt: skip
 """Files beside the folders: what everything stands on. They import each other and nothing else."""

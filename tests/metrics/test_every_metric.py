@@ -17,7 +17,7 @@ import gradveil.metrics
 from gradveil.errors import ConfigError, MissingDataError
 from gradveil.metrics import Metric, MetricUnavailable
 
-HELPERS = {"base", "labels", "lpips", "matching", "roc", "scores"}
+HELPERS = {"base", "columns", "labels", "lpips", "matching", "roc", "scores"}
 
 
 def found():
@@ -163,7 +163,7 @@ class Mean(Metric):
 
 
 def test_a_metric_of_the_whole_batch_is_refused():
-    with pytest.raises(ConfigError, match=r"'mean' must return one value for each example, got shape \(\) for 2"):
+    with pytest.raises(ConfigError, match=r"'mean' must return one value per example, got shape \(\) for 2"):
         Mean()(images(2), images(2))
 
 

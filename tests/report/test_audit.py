@@ -169,7 +169,7 @@ def test_batches_are_shown_image_by_image_with_the_psnr_of_each(tmp_path):
     assert gallery.lines[0].psnr[0][5] == pytest.approx(float(-10 * mse.log10()), abs=0.01)
     _, _, words = read(folder)
     assert "2 of 2 batches are recognisable" in words
-    assert "No pictures on the way were saved" in words
+    assert "No intermediate pictures were saved" in words
 
 
 def test_only_some_of_many_targets_are_shown_with_a_note(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradveil.metrics import schema_of
 from gradveil.report.audit import summarise, utility
 from gradveil.report.figures import plane
 from gradveil.report.labels import LETTER, TALL, spread
@@ -13,6 +14,7 @@ from gradveil.report.plane import Point, front, plane_svg, points, ticks
 
 from .folders import privacy_row, utility_row
 
+PSNR, SSIM, LPIPS = (schema_of().column("privacy", key) for key in ("psnr", "ssim", "lpips"))
 ROWS = [
     privacy_row("none", psnr=30.0, ssim=0.9, lpips=0.1),
     privacy_row("none", "dlg", psnr=25.0, ssim=0.95, lpips=0.2),
@@ -28,7 +30,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("metric", "none", "a"), [("psnr", 30.0, (10.0, 20.0)), ("ssim", 0.95, (0.1, 0.3)), ("lpips", 0.1, (0.9, 0.5))]
+    ("metric", "none", "a"), [(PSNR, 30.0, (10.0, 20.0)), (SSIM, 0.95, (0.1, 0.3)), (LPIPS, 0.1, (0.9, 0.5))]
 )
 def test_points_are_the_strongest_attacks(metric, none, a):
     found = {point.defence: point for point in points(summarise(ROWS), utility(ROWS), metric)}
@@ -41,11 +43,11 @@ def test_points_are_the_strongest_attacks(metric, none, a):
 
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12),
-    st.sampled_from(["psnr", "lpips"]),
+    st.sampled_from([PSNR, LPIPS]),
 )
 def test_the_front_holds_the_points_that_no_other_beats(places, metric):
     some = [Point(str(n), accuracy, leak, None, "") for n, (accuracy, leak) in enumerate(places)]
-    sign = -1 if metric == "lpips" else 1
+    sign = -1 if metric is LPIPS else 1
 
     def beaten(p):
         return any(
@@ -81,7 +83,7 @@ def test_names_do_not_hide_each_other_where_there_is_room():
             assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
 
 
-@pytest.mark.parametrize("metric", ["psnr", "ssim", "lpips"])
+@pytest.mark.parametrize("metric", [PSNR, SSIM, LPIPS])
 @pytest.mark.parametrize("width", [400, 860])
 def test_the_drawing_is_complete_and_escaped(metric, width):
     nasty = "my/<b>&\"'file.py:D"
@@ -97,7 +99,7 @@ def test_the_drawing_is_complete_and_escaped(metric, width):
 
 
 def test_more_leak_is_higher_whatever_the_measure():
-    for metric in ("psnr", "lpips"):
+    for metric in (PSNR, LPIPS):
         drawing = ElementTree.fromstring(plane_svg(points(summarise(ROWS), utility(ROWS), metric), metric))  # noqa: S314
         (group,) = [g for g in drawing.iter("g") if g.findtext("title").startswith("a\n")]
         heights = {circle.get("class"): float(circle.get("cy")) for circle in group.iter("circle")}
@@ -106,7 +108,7 @@ def test_more_leak_is_higher_whatever_the_measure():
 
 def test_one_point_can_be_drawn():
     rows = [ROWS[0], ROWS[6]]
-    assert "<circle" in plane_svg(points(summarise(rows), utility(rows), "psnr"), "psnr")
+    assert "<circle" in plane_svg(points(summarise(rows), utility(rows), PSNR), PSNR)
     assert plane(summarise(rows), utility(rows)).axes[0].lines
 
 

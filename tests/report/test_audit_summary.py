@@ -145,7 +145,7 @@ def test_what_knowing_the_defence_is_worth(adaptive, expected):
     ],
 )  # fmt: skip
 def test_a_decoder_that_did_not_run_gives_no_value_of_knowing_the_defence(plain, expected):
-    note = {"adaptive": True, "why": "odd; not decoded: unmix needs public-data"}
+    note = {"adaptive": True, "not_decoded": "unmix needs public-data"}
     rows = [*rows_of("none", [0.9]), *rows_of("a", plain), *rows_of("a", [0.9, 0.1], **note)]
     assert headline(rows).endswith(f"Under a {expected}.")
     decoded = headline([*rows, *rows_of("a", [0.1], adaptive=True)])

@@ -58,7 +58,7 @@ def test_the_section_escapes_texts_and_shows_missing_values_as_dashes():
 def test_the_section_states_the_price_and_whether_there_was_a_second_run():
     rows = [row(), clean(utility_row(accuracy=0.912, overhead=1.25))]
     page = membership_section(rows)
-    assert "<td>91.2 %</td><td>1.25</td>" in page
+    assert "<td>91.2 %</td><td>1.25×</td>" in page
     assert "no second run" not in page
     assert "no second run" in membership_section(rows, adaptive=True)
 

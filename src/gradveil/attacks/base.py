@@ -231,6 +231,7 @@ def _least(result: Reconstruction, rounds: int) -> Reconstruction:
     why = tuple(result.why[row] for row in best.tolist()) if result.why else ()
     iterates = result.iterates[:, best] if result.iterates.numel() else result.iterates
     answers = tuple(result.answers[row] for row in best.tolist()) if result.answers else ()
+    not_decoded = tuple(result.not_decoded[row] for row in best.tolist()) if result.not_decoded else ()
     return Reconstruction(
         result.images[best],
         result.labels[best],
@@ -240,6 +241,7 @@ def _least(result: Reconstruction, rounds: int) -> Reconstruction:
         iterates,
         result.steps,
         answers,
+        not_decoded,
     )
 
 

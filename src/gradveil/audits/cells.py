@@ -1,8 +1,7 @@
-"""Work out one cell of an audit; a cell that fails leaves rows that say why."""
+"""Work out one cell of an audit. A cell that fails leaves rows that say why."""
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor
 
 from gradveil.attacks import build_any_attack
 from gradveil.attacks.base import needs_message
-from gradveil.audits.membership import MEMBERSHIP, membership_cell
+from gradveil.audits.membership import membership_cell
 from gradveil.audits.plan import Cell, Rows, facts_of
-from gradveil.audits.privacy import PRIVACY, SECRETS, attack_cell
+from gradveil.audits.privacy import SECRETS, attack_cell
 from gradveil.audits.settings import AuditSettings
-from gradveil.audits.utility import UTILITY, price_cell
+from gradveil.audits.utility import price_cell
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.auxiliary import joined, refuse_overlap
 from gradveil.data.federated import federate
@@ -25,22 +24,14 @@ from gradveil.engines.training import single_thread
 from gradveil.errors import ConfigError, GradveilError
 from gradveil.threat import Knowledge, ThreatModel
 
-KEYS = {"privacy": PRIVACY, "utility": UTILITY, "membership": MEMBERSHIP}
-"""What a row of each kind says."""
-
-
-def columns_of(rows: Rows) -> list[str]:
-    """The columns of rows.csv; those about membership are there where such rows are."""
-    kinds = ["privacy", "utility", *["membership"] * any(row["kind"] == "membership" for row in rows)]
-    return list(dict.fromkeys(key for kind in kinds for key in KEYS[kind]))
-
 
 def run_cell(
     cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, clients: Path | None = None
 ) -> tuple[Rows, dict[str, Tensor]]:
-    """The cell's rows, and its pictures by name. They depend on the settings alone; it takes one torch thread.
+    """Return the cell's rows, and its pictures by name, worked out on one torch thread.
 
-    ``root`` is the data root, where weights of metrics lie; ``clients`` is for private files of clients that train.
+    The result depends on the settings alone. ``root`` is the data root, which holds the weights of metrics;
+    ``clients`` is a folder for the private files of clients that train.
     """
     try:
         with single_thread():
@@ -50,10 +41,10 @@ def run_cell(
                 return membership_cell(cell, settings, dataset, root), {}
             return attack_cell(cell, settings, dataset, root)
     except GradveilError as error:
-        return failed_rows(cell, f"{type(error).__name__}: {error}"), {}
-    except Exception as error:  # a user's own component, or torch's out of memory: the other cells go on
+        return failed_rows(cell, f"{type(error).__name__}: {error}", settings), {}
+    except Exception as error:  # a user's own component, or torch out of memory: the other cells still run
         first = (str(error).splitlines() or [""])[0]
-        return failed_rows(cell, f"{type(error).__name__}: {first}"), {}
+        return failed_rows(cell, f"{type(error).__name__}: {first}", settings), {}
 
 
 def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> None:
@@ -102,9 +93,13 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
             defence.check_images(min(dealt.sizes), aux=True)
 
 
-def failed_rows(cell: Cell, why: str) -> Rows:
-    """The rows of a cell that could not be worked out: all is there but the figures."""
-    common: dict[str, Any] = dict.fromkeys(KEYS[cell.kind]) | facts_of(cell) | {"why": why, "failed": True}
-    if cell.kind != "privacy":
-        return [common | ({"knows": []} if cell.kind == "membership" else {})]
-    return [common | {"target": target, "converged": False, "knows": []} for target in range(cell.first, cell.last)]
+def failed_rows(cell: Cell, why: str, settings: AuditSettings) -> Rows:
+    """Return the rows of a cell that failed: they have every field, but no figures."""
+    schema = settings.schema
+    common = schema.blank(cell.kind) | facts_of(cell) | {"why": why, "failed": True}
+    if cell.kind == "utility":
+        return [schema.row(cell.kind, common)]
+    if cell.kind == "membership":
+        return [schema.row(cell.kind, common | {"knows": []})]
+    more = {"converged": False, "knows": []}
+    return [schema.row(cell.kind, common | more | {"target": target}) for target in range(cell.first, cell.last)]

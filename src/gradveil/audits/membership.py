@@ -1,4 +1,4 @@
-"""The membership cell of an audit: whether a server tells a client's training images from others."""
+"""The membership cell of an audit: whether a server can distinguish a client's training images from others."""
 
 import copy
 import time
@@ -25,24 +25,16 @@ from gradveil.progress import part
 from gradveil.randomness import stream
 from gradveil.types import Batch
 
-MEMBERSHIP = (
-    "kind", "defence", "attack", "seed", "round", "client", "auc", "tpr_at_1_fpr", "advantage", "auc_loss",
-    "auc_confidence", "members", "non_members", "queries", "accuracy_members", "accuracy_non_members", "roc",
-    "knows", "seconds", "why", "failed", "cell",
-)  # fmt: skip
-
 
 def membership_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> Rows:
-    """Train under the defence; one row for each round in which a local model was attacked."""
+    """Train under the defence; return one row per round in which a local model was attacked."""
     attack = build_any_attack(cell.attack)
     if not isinstance(attack, MembershipAttack):
         raise ConfigError(f"The attack must tell members from others here, got {cell.attack!r}, which rebuilds images.")
     training = settings.training(cell.defence, cell.seed)
     common = facts_of(cell) | {"knows": ["labels"], "failed": False}
-    return [
-        {key: (common | figures)[key] for key in MEMBERSHIP}
-        for figures in infer_membership(training, attack, dataset=dataset, data_root=root)
-    ]
+    found = infer_membership(training, attack, dataset=dataset, data_root=root)
+    return [settings.schema.row("membership", common | figures) for figures in found]
 
 
 def infer_membership(

@@ -116,7 +116,7 @@ def _in_workers(
                 cell, worker.cell, worker.share = cast(Cell, worker.cell), None, 0.0
                 if not rows:  # the worker is gone
                     why = "WorkerError: the worker process was lost, perhaps for want of memory"
-                    rows = _save(cell, failed_rows(cell, why), {}, out)
+                    rows = _save(cell, failed_rows(cell, why, settings), {}, out)
                     workers[workers.index(worker)] = _Worker(task)
                 finished(cell, rows)
                 done += 1

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.auxiliary import image_keys, joined
 from gradveil.data.pixels import to_batch, to_bytes, to_unit
-from gradveil.defences import Budget, Defence, build_defence
+from gradveil.defences import Defence, build_defence
 from gradveil.engines.devices import local_settings, make_network
 from gradveil.engines.simulation import chosen_normalisation, usable_device
 from gradveil.engines.tripwire import inspect
@@ -33,27 +34,16 @@ ITERATES = 12
 """Pictures on the way that are kept of an attack which keeps any."""
 GUARDED = 64
 """Images of a guard that trains locally, at most."""
-PUBLIC = 500
+PUBLIC_IMAGES = 500
 """Test images that stand for public data of the same kind."""
-
-PRIVACY = (
-    "kind", "defence", "attack", "adaptive", "seed", "target", "mse", "psnr", "ssim", "lpips", "label_accuracy",
-    "guessed", "converged", "attacker_loss", "knows", "countermove", "epsilon", "delta", "certificate", "tripwire",
-    "seconds", "why", "failed", "cell",
-)  # fmt: skip
-
-
 SECRETS = (Knowledge.KEY, Knowledge.LOCK, Knowledge.PRIVATE_STATE)
 """What is of use only to an attacker who knows the defence that it is the secret of."""
-
-LATER = frozenset({"countermove", "guessed", "tripwire"})
-"""Of these, what rows of earlier versions did not have; it is None there."""
 
 
 def attack_cell(
     cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None
 ) -> tuple[Rows, dict[str, Tensor]]:
-    """Rows and pictures of one cell's targets."""
+    """Attack and score one cell's targets; return their rows, and their pictures by name."""
     private = private_batches(settings, dataset)[cell.first : cell.last]
     defence, attack = build_defence(cell.defence), build_attack(cell.attack).keeping(ITERATES)
     started = time.perf_counter()
@@ -62,10 +52,24 @@ def attack_cell(
     share = (time.perf_counter() - started) / len(private)
     entries = sum(tensor[0].numel() for tensor in seen.updates.values())
     budget = defence.budget(_local(settings, cell).releases(settings.images, entries=entries))
-    rows, pictures = _scored(cell, seen, result, private, budget, share, root)
+    truth = torch.stack([batch.images for batch in private])
+    guess = torch.stack([align(*pair) for pair in zip(truth, result.images.cpu(), strict=True)])
+    scores = _scores(truth, guess, settings, root)
     bounds, alarms = _certified(cell, seen, private, defence), _alarms(seen, private)
-    more = [{"certificate": bound, "tripwire": found} for bound, found in zip(bounds, alarms, strict=True)]
-    return [row | own for row, own in zip(rows, more, strict=True)], pictures
+    common = facts_of(cell) | {
+        "knows": seen.threat.names,
+        "epsilon": finite(budget.epsilon if budget else None),
+        "delta": budget.delta if budget else None,
+        "seconds": round(share, 3),
+        "failed": False,
+    }
+    rows = []
+    for number, batch in enumerate(private):
+        found = _found(result, number, batch, guess[number])
+        checks = {"target": cell.first + number, "certificate": bounds[number], "tripwire": alarms[number]}
+        why = "; ".join(filter(None, [found["why"], *scores[number]["unmeasured"]]))
+        rows.append(settings.schema.row("privacy", common | found | scores[number] | checks | {"why": why}))
+    return rows, _pictures(truth, guess, result)
 
 
 def refuse_known(attacks: Iterable[Attack], private: list[Batch], dataset: Dataset) -> None:
@@ -152,9 +156,9 @@ def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, def
     """Public images for the defence: those of ``aux``, else the last test images that are nobody's."""
     if settings.aux:
         split = joined(dataset, load_dataset(settings.aux, root), labelled=defence.aux_labels)
-        chosen = np.arange(len(dataset.train), len(split))[:PUBLIC]
+        chosen = np.arange(len(dataset.train), len(split))[:PUBLIC_IMAGES]
     else:
-        split, chosen = dataset.test, _nobodys(dataset)[-PUBLIC:]
+        split, chosen = dataset.test, _nobodys(dataset)[-PUBLIC_IMAGES:]
         if not len(chosen):
             raise ConfigError("Public images must be none of the private ones, got a test set of such. Give --aux.")
     return to_batch(split.images[chosen], split.labels[chosen])
@@ -193,7 +197,7 @@ def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:
 
 def _public(dataset: Dataset, device: torch.device) -> Batch:
     """Test images, which are nobody's private ones."""
-    free = _nobodys(dataset)[:PUBLIC]
+    free = _nobodys(dataset)[:PUBLIC_IMAGES]
     return to_batch(dataset.test.images[free], dataset.test.labels[free]).to(device)
 
 
@@ -204,40 +208,29 @@ def _class_averages(dataset: Dataset, device: torch.device) -> Tensor:
     return torch.stack([some.mean(0) for some in means]).to(device)
 
 
-def _scored(
-    cell: Cell,
-    seen: Observation,
-    result: Reconstruction,
-    private: list[Batch],
-    budget: Budget | None,
-    seconds: float,
-    root: Path | None,
-) -> tuple[Rows, dict[str, Tensor]]:
-    truth = torch.stack([batch.images for batch in private])
-    guess = torch.stack([align(*pair) for pair in zip(truth, result.images.cpu(), strict=True)])
-    figures, reasons = score_targets(truth, guess, root)
-    rows = []
-    for number, batch in enumerate(private):
-        loss, labels = float(result.loss[number]), result.labels[number].cpu()
-        found = {
-            **figures[number],
-            "target": cell.first + number,
-            "label_accuracy": label_accuracy(batch.labels, labels) if bool((labels >= 0).any()) else None,
-            "guessed": float(is_guess(guess[number]).float().mean()),
-            "converged": bool(result.converged[number]),
-            "attacker_loss": loss if np.isfinite(loss) else None,
-            "knows": seen.threat.names,
-            "countermove": (result.answers[number] or None) if result.answers else None,
-            "epsilon": finite(budget.epsilon if budget else None),
-            "delta": budget.delta if budget else None,
-            "certificate": None,
-            "tripwire": None,
-            "seconds": round(seconds, 3),
-            "why": "; ".join(filter(None, [result.why[number] if result.why else "", *reasons[number]])),
-            "failed": False,
-        }
-        rows.append({key: (facts_of(cell) | found)[key] for key in PRIVACY})
-    return rows, _pictures(truth, guess, result)
+def _scores(truth: Tensor, guess: Tensor, settings: AuditSettings, root: Path | None) -> Rows:
+    """Return the figures of each target by field, None if a metric was not measured, and ``unmeasured``: why not."""
+    figures, reasons = score_targets(truth, guess, root, settings.metrics)
+    every = [column.key for column in settings.schema.metrics]
+    left_out = [key for key in every if key not in figures[0]]
+    note = [f"not asked for (--metrics): {', '.join(left_out)}"] * bool(left_out)
+    return [
+        dict.fromkeys(every) | own | {"unmeasured": [*why, *note]} for own, why in zip(figures, reasons, strict=True)
+    ]
+
+
+def _found(result: Reconstruction, number: int, private: Batch, guess: Tensor) -> dict[str, Any]:
+    """Return what an attack says of one target, and how much of it there is to score."""
+    loss, labels = float(result.loss[number]), result.labels[number].cpu()
+    return {
+        "label_accuracy": label_accuracy(private.labels, labels) if bool((labels >= 0).any()) else None,
+        "guessed": float(is_guess(guess).float().mean()),
+        "converged": bool(result.converged[number]),
+        "attacker_loss": finite(loss),
+        "countermove": (result.answers[number] or None) if result.answers else None,
+        "not_decoded": (result.not_decoded[number] or None) if result.not_decoded else None,
+        "why": result.why[number] if result.why else "",
+    }
 
 
 def _pictures(truth: Tensor, guess: Tensor, result: Reconstruction) -> dict[str, Tensor]:

@@ -1,10 +1,11 @@
-"""An audit in its folder: all cells are worked through, and whatever kills it, finished ones are kept."""
+"""An audit in its folder: it works through all cells, and keeps finished ones if it is killed."""
 
 import hashlib
 import json
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import tomli_w
 import torch
 
 from gradveil.attacks import Attack, build_any_attack
-from gradveil.audits.cells import KEYS, check, columns_of
+from gradveil.audits.cells import check
 from gradveil.audits.plan import Cell, Rows, num_rows, plan
 from gradveil.audits.pool import work_through
-from gradveil.audits.privacy import LATER, private_batches, refuse_known
+from gradveil.audits.privacy import private_batches, refuse_known
 from gradveil.audits.settings import AuditSettings, make_audit_settings
 from gradveil.config import read_settings, to_toml
 from gradveil.data import Dataset, load_dataset
@@ -23,8 +24,10 @@ from gradveil.data.pixels import to_bytes
 from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
 from gradveil.engines.simulation import num_workers, usable_device
 from gradveil.errors import DataError, RunFolderError
+from gradveil.metrics import schema_of
 from gradveil.registry import own_files
 from gradveil.report.words import command_of
+from gradveil.rows import Schema, to_plain
 from gradveil.storage import save_tensors, write_atomic
 
 Progress = Callable[[float, int, str], None]
@@ -35,15 +38,19 @@ EVERY = 5.0
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What an audit ended with.
+    """The result of an audit.
 
     Attributes:
-        out: its folder.
-        rows: in the order of the plan.
-        failed: cells that could not be worked out, with the reason.
-        seconds: of this call.
-        note: what the data set says of itself.
+        out: the audit's folder.
+        rows: all rows, in the order of the plan.
+        failed: the cells that failed, each with its reason.
+        seconds: how long this call took.
+        note: what the data set says about itself.
         report: the page to look at.
+        summary: one line per defence, attack and kind of attacker.
+        utility: one line per defence: what it costs.
+        membership: one line per defence and attack on membership.
+        schema: the columns of rows and lines, with their heads and meanings.
     """
 
     out: Path
@@ -52,6 +59,10 @@ class AuditResult:
     seconds: float
     note: str
     report: Path
+    summary: Rows = field(default_factory=list)
+    utility: Rows = field(default_factory=list)
+    membership: Rows = field(default_factory=list)
+    schema: Schema = field(default_factory=schema_of)
 
     def __repr__(self) -> str:
         failed = f", failed={len(self.failed)}" if self.failed else ""
@@ -72,13 +83,14 @@ def audit(
     data_root: Path | None = None,
     progress: Progress = lambda done, total, doing: None,
 ) -> AuditResult:
-    """Set all defences against all attacks and leave rows, pictures and the report in ``out``.
+    """Run all attacks against all defences; write rows, pictures and the report to ``out``.
 
-    Same settings, same rows but for the times, whether or not it was killed and resumed, and however many workers it
-    had. A cell that fails is recorded with its reason, and tried again by ``resume``.
+    The same settings give the same rows except for times, whether or not the audit was killed and resumed, and for any
+    number of workers. A cell that fails is recorded with its reason; ``resume`` tries it again.
     """
     from gradveil.report.audit import write_report  # matplotlib takes a second, and workers draw nothing
     from gradveil.report.files import to_csv
+    from gradveil.report.summary import membership, summarise, utility
 
     started = time.perf_counter()
     on_cpu = usable_device(settings.device).type == "cpu"
@@ -112,10 +124,12 @@ def audit(
         rows = _in_order(cells, found)
         progress(len(cells), len(cells), "writing the report")
         write_atomic(out / "rows.jsonl", to_lines(rows))
-        write_atomic(out / "rows.csv", to_csv(rows, columns_of(rows)))
+        write_atomic(out / "rows.csv", to_csv(rows, settings.schema.keys(*_kinds(rows))))
         report = write_report(out)
     failed = {row["cell"]: f"{_title(row)}: {row['why']}" for row in rows if row["failed"]}
-    return AuditResult(out, rows, failed, time.perf_counter() - started, dataset.note, report)
+    schema = settings.schema
+    lines = summarise(rows, schema), utility(rows, schema), membership(rows, schema)
+    return AuditResult(out, rows, failed, time.perf_counter() - started, dataset.note, report, *lines, schema)
 
 
 def _begin(
@@ -130,7 +144,7 @@ def _begin(
     private = private_batches(settings, dataset)
     attacks = [build_any_attack(spec) for spec in settings.attacks]
     refuse_known([attack for attack in attacks if isinstance(attack, Attack)], private, dataset)
-    specs = (settings.model, *settings.defences, *settings.attacks)
+    specs = (settings.model, *settings.defences, *settings.attacks, *settings.metrics)
     files = [settings.weights, *(file for spec in specs for file in own_files(spec))]
     identity = {"data": fingerprint(dataset, files), "settings": _hash(settings)}
     _check_same(folder.path, settings, identity)
@@ -138,7 +152,8 @@ def _begin(
         part.unlink(missing_ok=True)
     facts = {"kind": "audit", "command": command_of(asdict(settings), asdict(AuditSettings()))}
     write_atomic(folder.path / "settings.toml", tomli_w.dumps(facts).encode() + to_toml(settings))
-    document = {"identity": identity, "cells": [cell.to_json() for cell in cells]}
+    metrics = to_plain(settings.schema.metrics)
+    document = {"identity": identity, "metrics": metrics, "cells": [cell.to_json() for cell in cells]}
     write_atomic(folder.path / "plan.json", json.dumps(document, indent=1).encode())
     images = torch.stack([batch.images for batch in private])
     truth = {
@@ -152,12 +167,12 @@ def _begin(
 
 
 def _check_same(path: Path, settings: AuditSettings, identity: Mapping[str, str]) -> None:
-    """A resumed audit has the settings, data and files that it began with."""
+    """Raise RunFolderError if the folder holds an audit of other settings, data or files."""
     if not (path / "settings.toml").exists():
         return
     saved = read_settings(path / "settings.toml")
     if saved.get("kind") != "audit":
-        raise RunFolderError(f"{path} must hold an audit to go on with, got another run. Choose another --out.")
+        raise RunFolderError(f"{path} must hold an audit to resume, got another run. Choose another --out.")
     begun = make_audit_settings(saved)
     changed = [
         f"{key} = {value!r} (was {getattr(begun, key)!r})"
@@ -183,25 +198,45 @@ def _check_same(path: Path, settings: AuditSettings, identity: Mapping[str, str]
 
 
 def _finished(folder: Path, cell: Cell, settings: AuditSettings) -> Rows:
-    """The rows of a cell that was finished and is whole; none where it was not, or failed."""
+    """Return the rows of a cell that is finished and complete, or [] if it is not or has failed.
+
+    Rows of earlier versions may lack fields that were added later.
+    """
     try:
         rows = json.loads((folder / f"{cell.name}.json").read_bytes())
     except (OSError, ValueError):
         return []
     whole = isinstance(rows, list) and len(rows) == num_rows(cell, settings) and all(isinstance(r, dict) for r in rows)
-    if not whole or any(set(KEYS[cell.kind]) - LATER - row.keys() or row["failed"] for row in rows):
+    if not whole or any(row.get("failed") is not False for row in rows):
         return []
-    rows = [dict.fromkeys(KEYS[cell.kind]) | row for row in rows]
+    columns = settings.schema.of(cell.kind)
+    if any(column.key not in row for row in rows for column in columns if not column.later):
+        return []
     there = cell.kind != "privacy" or (folder / f"{cell.name}.safetensors").is_file()
-    return rows if there else []
+    try:
+        return [settings.schema.row(cell.kind, row) for row in rows] if there else []
+    except ValueError as error:
+        raise DataError(
+            f"cells/{cell.name}.json must hold rows of this version of gradveil, got: {error} "
+            "Delete the file and run with --resume, or choose another --out."
+        ) from error
 
 
 def _in_order(cells: Iterable[Cell], found: Mapping[str, Rows]) -> Rows:
     return [row for cell in cells for row in found.get(cell.name, [])]
 
 
+def _kinds(rows: Rows) -> list[str]:
+    """Return the kinds of rows that rows.csv has columns for."""
+    return ["privacy", "utility", *["membership"] * any(row["kind"] == "membership" for row in rows)]
+
+
 def _hash(settings: AuditSettings) -> str:
-    return hashlib.blake2b(to_toml(settings), digest_size=16).hexdigest()
+    """Return a hash of the settings; one that was added later and has its default value does not count."""
+    kept = tomllib.loads(to_toml(settings).decode())
+    for key in settings.added_later:
+        del kept[key]
+    return hashlib.blake2b(tomli_w.dumps(kept).encode(), digest_size=16).hexdigest()
 
 
 def _title(row: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""All that decides the rows of an audit."""
+"""The settings of an audit: everything that decides its rows."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -7,12 +7,17 @@ from gradveil.attacks import MembershipAttack, build_any_attack
 from gradveil.config import TrainSettings, absolute_dataset, absolute_path, absolute_spec, setting
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
+from gradveil.metrics import build_metric, schema_of
+from gradveil.metrics.columns import STANDARD
 from gradveil.registry import Component, convert, split_specs
+from gradveil.rows import Schema
 from gradveil.threat import ThreatModel
 from gradveil.validate import in_range, one_of
 
 FACTS = ("kind", "command")
 """What settings.toml says beside the settings."""
+LISTS = ("defences", "attacks", "knows", "metrics")
+"""Settings that are lists, written with commas on the command line."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class AuditSettings:
     )
     seeds: int = setting(1, "How many seeds: everything is repeated with seed, seed + 1, ...")
     seed: int = setting(0, "The first seed: of the model, the clients, the attacks; it also chooses the targets.")
+    metrics: tuple[str, ...] = setting(STANDARD, "Metrics, a list (gradveil list metrics), or your own file.py:Class.")
     weights: str = setting("", "Attack and train from these weights (safetensors).")
     normalise: str = setting("dataset", "Input normalisation: dataset, imagenet, none, or mean/std as 0.5/0.5.")
     rounds: int = setting(20, "Rounds of training under each defence, for its price; 0 trains nothing.")
@@ -53,11 +59,13 @@ class AuditSettings:
     device: str = setting("cpu", "cpu, cuda or cuda:1.")
 
     def __post_init__(self) -> None:
-        for kind, specs in (("defences", self.defences), ("attacks", self.attacks)):
+        for kind, specs in (("defences", self.defences), ("attacks", self.attacks), ("metrics", self.metrics)):
             if not specs:
                 raise ConfigError(f"{kind} must name at least one, got an empty list.")
         object.__setattr__(self, "defences", _once(build_defence, ["none", *self.defences]))
         object.__setattr__(self, "attacks", _once(build_any_attack, self.attacks))
+        object.__setattr__(self, "metrics", _once(build_metric, self.metrics))
+        _ = self.schema  # raises if two metrics have the same field
         inferring = [spec for spec in self.attacks if isinstance(build_any_attack(spec), MembershipAttack)]
         if inferring and not self.rounds:
             raise ConfigError(
@@ -74,6 +82,16 @@ class AuditSettings:
             raise ConfigError("knows must not name 'defence', which --adaptive grants in its own rows, got it there.")
         ThreatModel.of(*self.knows)
         self.training("none", self.seed)
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of the audit's rows, those of its metrics included."""
+        return schema_of(self.metrics)
+
+    @property
+    def added_later(self) -> list[str]:
+        """Settings that earlier versions did not have, as far as they have their default values."""
+        return ["metrics"] if self.metrics == STANDARD else []
 
     @property
     def all_seeds(self) -> range:
@@ -99,7 +117,7 @@ def _once(build: Callable[[str], Component], specs: Iterable[str]) -> tuple[str,
 def make_audit_settings(values: Mapping[str, object]) -> AuditSettings:
     """Settings from texts or TOML values; lists may be texts with commas. An unknown key is an error."""
     split = {
-        key: split_specs(value) if key in ("defences", "attacks", "knows") and isinstance(value, str) else value
+        key: split_specs(value) if key in LISTS and isinstance(value, str) else value
         for key, value in values.items()
         if key not in FACTS
     }
@@ -112,4 +130,5 @@ def make_audit_settings(values: Mapping[str, object]) -> AuditSettings:
         model=absolute_spec(settings.model),
         defences=tuple(absolute_spec(spec) for spec in settings.defences),
         attacks=tuple(absolute_spec(spec) for spec in settings.attacks),
+        metrics=tuple(absolute_spec(spec) for spec in settings.metrics),
     )

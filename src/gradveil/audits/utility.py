@@ -19,11 +19,6 @@ from gradveil.storage import forget_states
 TIMED_ROUNDS = 9
 """Rounds in which `none` trains too, in turns with the defence, for the ratio of their times."""
 
-UTILITY = (
-    "kind", "defence", "seed", "accuracy", "accuracy_sensitive", "loss", "round_seconds", "overhead", "rounds",
-    "epsilon", "delta", "seconds", "why", "failed", "cell",
-)  # fmt: skip
-
 
 def price_cell(
     cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, clients: Path | None = None
@@ -61,6 +56,7 @@ def price_cell(
         "accuracy": row["accuracy"],
         "accuracy_sensitive": row["accuracy_sensitive"],
         "loss": row["loss"],
+        "reports": row.get("reports"),
         "round_seconds": round(statistics.median(ours), 4),
         "overhead": 1.0 if not plain else round(statistics.median(ratios), 3) if ratios else None,
         "rounds": training.rounds,
@@ -70,7 +66,7 @@ def price_cell(
         "why": why,
         "failed": False,
     }
-    return [{key: (facts_of(cell) | found)[key] for key in UTILITY}]
+    return [settings.schema.row("utility", facts_of(cell) | found)]
 
 
 def _protected(simulation: Simulation) -> str:

@@ -29,13 +29,13 @@ def print_json(document: object) -> None:
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
-def show(table: "Table") -> None:
-    """Print a table on stdout, as wide as it needs to be if stdout is no terminal."""
+def show(table: "Table", width: int = 1000) -> None:
+    """Print a table on stdout, as wide as the terminal, or at most ``width`` characters if stdout is none."""
     from rich.console import Console
 
     for column in table.columns:
         column.overflow = "fold"
-    Console(width=None if sys.stdout.isatty() else 1000, markup=False).print(table)
+    Console(width=None if sys.stdout.isatty() else width, markup=False).print(table)
 
 
 def figure(value: float | None, form: str = ".4g") -> str:

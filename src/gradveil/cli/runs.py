@@ -79,14 +79,14 @@ def audit_command(
     Exit code 1 if a cell failed: its reason is in the rows, and --resume tries it again.
     """
     from gradveil.audits import audit, make_audit_settings
-    from gradveil.cli.tables import audit_table, membership_table
-    from gradveil.report.summary import membership, summarise, utility
+    from gradveil.cli.tables import WIDTH, audit_table, membership_table
+    from gradveil.report.summary import with_costs
 
     out = out or fresh_folder("audit", resume)
     settings = make_audit_settings(given_settings("audit", options, config, out, resume))
     with bar("cells") as move, contextlib.redirect_stdout(sys.stderr):
         result = audit(settings, out, resume=resume, workers=workers, data_root=data_root, progress=move)
-    summary, prices, told = summarise(result.rows), utility(result.rows), membership(result.rows)
+    summary, prices, told = result.summary, result.utility, result.membership
     if as_json:
         document = {
             "out": str(out),
@@ -103,9 +103,9 @@ def audit_command(
     else:
         title = f"{settings.model} on {settings.dataset}"
         if summary or not told:
-            show(audit_table(title, summary, prices))
+            show(audit_table(title, with_costs(summary, prices, result.schema), result.schema), WIDTH)
         if told:
-            show(membership_table(f"{title}: membership", told, prices))
+            show(membership_table(f"{title}: membership", told, result.schema), WIDTH)
         typer.echo(f"Look at it: {result.report.resolve()}")
     for title in dict.fromkeys(result.failed.values()):
         typer.echo(f"Failed: {title}", err=True)

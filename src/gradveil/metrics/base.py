@@ -1,4 +1,4 @@
-"""What a metric is: one number for each pair of a true image and a guess."""
+"""What a metric is: one number per pair of a true image and a guess."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,23 +13,31 @@ from gradveil.registry import Component
 
 
 class MetricUnavailable(MissingDataError):  # noqa: N818 - a state that rows report, with the message as the reason
-    """A metric can't be computed here, for lack of a file; the message says why and where to put it."""
+    """A state in which a metric can't be computed because a file is missing; the message says where to put it."""
 
 
 @dataclass(frozen=True)
 class Metric(Component, ABC):
-    """Base of all metrics: a subclass has `measure`, and calling the object guards it.
+    """Base of all metrics. A subclass defines `measure`; users call the object, which checks the images first.
+
+    Rows and tables take what they say about a metric from its class; the first line of its docstring explains it.
 
     Attributes:
         higher_is_leakier: whether a higher value means a guess closer to the private image.
+        field: the metric's key in rows; by default its name with underscores.
+        head: what stands above its column; by default the key.
+        format: how tables write it: digits behind the point, ``%`` for a share, or ``g`` (see `gradveil.rows.Column`).
     """
 
     kind: ClassVar[str] = "metrics"
     higher_is_leakier: ClassVar[bool]
+    field: ClassVar[str] = ""
+    head: ClassVar[str] = ""
+    format: ClassVar[str] = "g"
 
     @abstractmethod
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
-        """One value for each example, (N,), from images that calling the metric has made safe.
+        """Return one value per example, (N,), from images that `__call__` has checked.
 
         Args:
             truth: (N, C, H, W), float64 in [0, 1], with N >= 1 and at least one pixel.
@@ -38,10 +46,10 @@ class Metric(Component, ABC):
 
     @final
     def __call__(self, truth: Tensor, guess: Tensor) -> Tensor:
-        """The metric of each example: (N,), float64, on the CPU, whatever comes in; without a gradient.
+        """Return the metric of each example: (N,), float64, on the CPU, without a gradient.
 
-        Values outside [0, 1] are clamped first, in both. A guess with NaN or infinity in it is no guess: its value is
-        NaN, and the others' are what they are without it. No examples give shape (0,).
+        Values outside [0, 1] are clamped first, in both. A guess that holds NaN or infinity is no guess: its value is
+        NaN, and does not affect the others. Without examples the shape is (0,).
 
         Args:
             truth: (N, C, H, W), floating point, finite.
@@ -54,7 +62,8 @@ class Metric(Component, ABC):
         check_images(truth, guess)
         if len(truth) != len(guess):
             raise ConfigError(
-                f"truth and guess must have as many images, got {tuple(truth.shape)} and {tuple(guess.shape)}. "
+                "truth and guess must have the same number of images, "
+                f"got {tuple(truth.shape)} and {tuple(guess.shape)}. "
                 "Bring a batch of guesses into the order of the truth with gradveil.metrics.align."
             )
         usable = is_guess(guess)
@@ -64,7 +73,7 @@ class Metric(Component, ABC):
                 result = self.measure(unit(truth, truth.device)[usable], unit(guess, truth.device)[usable])
             if result.shape != (int(usable.sum()),):
                 raise ConfigError(
-                    f"measure of metric {self.name!r} must return one value for each example, "
+                    f"measure of metric {self.name!r} must return one value per example, "
                     f"got shape {tuple(result.shape)} for {int(usable.sum())} examples."
                 )
             values[usable] = result.to("cpu", torch.float64)
@@ -82,15 +91,15 @@ def check_images(truth: Tensor, guess: Tensor) -> None:
             "Divide bytes by 255 first."
         )
     if not bool(truth.isfinite().all()):
-        raise ConfigError("truth must be finite, got NaN or infinity: there is nothing to compare a guess with.")
+        raise ConfigError("truth must be finite, got NaN or infinity: a guess needs a truth to be compared with.")
 
 
 def is_guess(guess: Tensor) -> Tensor:
-    """Which images are finite, hence guesses at all: (N,) bool, on the CPU."""
+    """Return which images are finite and so count as guesses: (N,) bool, on the CPU."""
     return guess.isfinite().flatten(1).all(1).cpu()
 
 
 def unit(images: Tensor, device: torch.device) -> Tensor:
-    """A copy in [0, 1], float64, on a device (on the CPU for Apple's, which has no float64)."""
+    """Return a copy clamped to [0, 1] as float64 on a device (on the CPU for Apple's, which has no float64)."""
     place = torch.device("cpu") if device.type == "mps" else device
     return images.detach().to(place).to(torch.float64).clamp(0, 1)

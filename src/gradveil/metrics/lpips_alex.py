@@ -42,6 +42,9 @@ class LpipsAlex(Lpips):
         gradveil.metrics.base.MetricUnavailable: ... needs pretrained weights, and /nowhere/alex.safetensors is not ...
     """
 
+    field: ClassVar[str] = "lpips"
+    head: ClassVar[str] = "LPIPS"
+    format: ClassVar[str] = "3"
     default_file: ClassVar[str] = "lpips_alex_v0.1.safetensors"
     public_files: ClassVar[tuple[str, str]] = ("alex.pth", "alexnet-owt-7be5be79.pth")
     smallest: ClassVar[int] = 31

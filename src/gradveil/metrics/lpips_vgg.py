@@ -39,6 +39,8 @@ class LpipsVgg(Lpips):
         'lpips-vgg:weights=vgg.pth,trunk=vgg16-397923af.pth'
     """
 
+    head: ClassVar[str] = "LPIPS, VGG"
+    format: ClassVar[str] = "3"
     default_file: ClassVar[str] = "lpips_vgg_v0.1.safetensors"
     public_files: ClassVar[tuple[str, str]] = ("vgg.pth", "vgg16-397923af.pth")
     smallest: ClassVar[int] = 16

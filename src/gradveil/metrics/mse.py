@@ -28,6 +28,8 @@ class Mse(Metric):
     """
 
     higher_is_leakier: ClassVar[bool] = False
+    head: ClassVar[str] = "MSE"
+    format: ClassVar[str] = "5"
 
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
         """Average over all axes but the first."""

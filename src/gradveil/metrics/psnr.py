@@ -35,6 +35,8 @@ class Psnr(Metric):
     """
 
     higher_is_leakier: ClassVar[bool] = True
+    head: ClassVar[str] = "PSNR, dB"
+    format: ClassVar[str] = "2"
 
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
         """Return one over `Mse` in decibels."""

@@ -29,6 +29,8 @@ class Rmse(Metric):
     """
 
     higher_is_leakier: ClassVar[bool] = False
+    head: ClassVar[str] = "RMSE"
+    format: ClassVar[str] = "5"
 
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
         """Return the square root of each image's `Mse`."""

@@ -40,6 +40,8 @@ class Ssim(Metric):
     """
 
     higher_is_leakier: ClassVar[bool] = True
+    head: ClassVar[str] = "SSIM"
+    format: ClassVar[str] = "3"
 
     def measure(self, truth: Tensor, guess: Tensor) -> Tensor:
         """Average the local similarity over channels and positions."""

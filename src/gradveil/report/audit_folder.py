@@ -1,30 +1,22 @@
-"""What an audit left in its folder: settings, plan and rows. Nothing in it is trusted to be whole."""
+"""Read what an audit wrote to its folder: settings, plan and rows. Any of them may be missing or broken."""
 
 import json
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradveil.errors import RunFolderError
+from gradveil.metrics import schema_of
 from gradveil.metrics.roc import FALSE_RATES
-
-Row = dict[str, Any]
-
-_NUMBERS = (
-    "mse", "psnr", "ssim", "lpips", "label_accuracy", "guessed", "attacker_loss", "epsilon", "delta", "certificate",
-    "seconds",
-    "accuracy", "accuracy_sensitive", "round_seconds", "overhead", "rounds",
-    "auc", "tpr_at_1_fpr", "advantage", "auc_loss", "auc_confidence", "members", "non_members", "queries",
-    "accuracy_members", "accuracy_non_members",
-)  # fmt: skip
+from gradveil.rows import Row, Schema, from_plain
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One piece of the audit's work: a defence, an attack and a seed, for some of the targets."""
+class PlannedCell:
+    """One cell of plan.json: a defence, an attack and a seed, for some of the targets."""
 
     name: str
     kind: str
@@ -36,30 +28,31 @@ class Cell:
 
     @property
     def line(self) -> tuple[str, str, bool, int]:
-        """What a line of the gallery shows; several cells may belong to one."""
+        """The gallery's line that the cell belongs to; several cells may share one."""
         return self.defence, self.attack, self.adaptive, self.seed
 
 
 @dataclass(frozen=True)
 class AuditFolder:
-    """An audit as far as it has come."""
+    """An audit, finished or not."""
 
     path: Path
     settings: dict[str, Any]
-    cells: tuple[Cell, ...]
+    cells: tuple[PlannedCell, ...]
     done: frozenset[str]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    schema: Schema = field(default_factory=schema_of)
 
     @property
     def images(self) -> int:
-        """How many images a target has."""
+        """The number of images per target."""
         value = self.settings.get("images")
         return value if isinstance(value, int) and value > 0 else 1
 
     @property
     def defences(self) -> list[str]:
-        """All defences, the undefended run first, then as they were asked for."""
+        """All defences: `none` first, then the others in the order of the settings."""
         asked = self.settings.get("defences")
         names = [str(name) for name in asked] if isinstance(asked, list) else []
         names += [cell.defence for cell in self.cells] + [row["defence"] for row in self.rows]
@@ -67,21 +60,29 @@ class AuditFolder:
 
 
 def read_audit(folder: Path) -> AuditFolder:
-    """Read an audit's folder; what is missing or broken becomes a note, a folder of another kind an error."""
+    """Read an audit's folder. Missing or broken parts become notes; a folder of another kind is an error."""
     settings = _settings(folder)
     notes: list[str] = []
-    rows, broken = _lines(folder / "rows.jsonl")
-    cells = _plan(folder / "plan.json", notes)
+    cells, schema = _plan(folder / "plan.json", notes)
+    raw, broken = _lines(folder / "rows.jsonl")
     done = frozenset(cell.name for cell in cells if (folder / "cells" / f"{cell.name}.json").is_file())
     found: dict[tuple[object, ...], Row] = {}
-    for row in [*rows, *_cell_rows(folder, cells, done, notes)]:
+    strange: dict[str, None] = {}
+    for item in [*raw, *_cell_rows(folder, cells, done, schema, notes)]:
+        row = clean(item, schema)
+        if row is None:
+            broken += 1
+            continue
+        strange |= dict.fromkeys(schema.unknown(row["kind"], item))
         found.setdefault(_identity(row), row)
+    if strange:
+        notes.append(f"Fields of rows that this version of gradveil does not know are not shown: {', '.join(strange)}.")
     if broken:
         notes.append(
             f"{broken} broken line{'s' if broken > 1 else ''} of rows.jsonl could not be read and "
             f"{'were' if broken > 1 else 'was'} skipped."
         )
-    return AuditFolder(folder, settings, tuple(cells), done, tuple(found.values()), tuple(notes))
+    return AuditFolder(folder, settings, tuple(cells), done, tuple(found.values()), tuple(notes), schema)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -101,22 +102,27 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _plan(path: Path, notes: list[str]) -> list[Cell]:
-    try:
-        listed = json.loads(path.read_bytes())["cells"]
-        return [_cell(entry) for entry in listed]
-    except FileNotFoundError:
-        notes.append("plan.json is missing, so it can't be said how much of the run is done.")
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        notes.append("plan.json is broken, so it can't be said how much of the run is done.")
-    return []
+def _plan(path: Path, notes: list[str]) -> tuple[list[PlannedCell], Schema]:
+    """Return the cells of plan.json, and the schema with the audit's metrics (by default the standard ones)."""
+    state = "missing"
+    with suppress(FileNotFoundError):
+        try:
+            plan = json.loads(path.read_bytes())
+            schema = schema_of()
+            if "metrics" in plan:
+                schema = schema.with_metrics(from_plain(plan["metrics"]))
+            return [_cell(entry) for entry in plan["cells"]], schema
+        except (IsADirectoryError, PermissionError, ValueError, KeyError, TypeError, IndexError):
+            state = "broken"
+    notes.append(f"plan.json is {state}, so the page can't say how much of the run is done.")
+    return [], schema_of()
 
 
-def _cell(entry: Mapping[str, Any]) -> Cell:
+def _cell(entry: Mapping[str, Any]) -> PlannedCell:
     name, targets = str(entry["name"]), entry.get("targets") or [0]
     if Path(name).name != name:
         raise ValueError(name)
-    return Cell(
+    return PlannedCell(
         name,
         str(entry["kind"]),
         str(entry["defence"]),
@@ -127,39 +133,38 @@ def _cell(entry: Mapping[str, Any]) -> Cell:
     )
 
 
-def _lines(path: Path) -> tuple[list[Row], int]:
-    """The rows of a file of rows, and how many lines of it are broken; a file that is not there has none."""
+def _lines(path: Path) -> tuple[list[Any], int]:
+    """Return the JSON values of a file of lines, and the number of broken lines; both are empty without the file."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
         return [], 0
     rows = []
     for line in lines:
-        try:
-            rows.append(clean(json.loads(line)))
-        except (ValueError, TypeError, RecursionError):
-            rows.append(None)
-    whole = [row for row in rows if row is not None]
-    return whole, len(rows) - len(whole)
+        with suppress(ValueError, TypeError, RecursionError):
+            rows.append(json.loads(line))
+    return rows, len(lines) - len(rows)
 
 
-def _cell_rows(folder: Path, cells: Iterable[Cell], done: frozenset[str], notes: list[str]) -> list[Row]:
-    """The rows of the finished cells: rows.jsonl may lack some while the run goes on."""
+def _cell_rows(
+    folder: Path, cells: Iterable[PlannedCell], done: frozenset[str], schema: Schema, notes: list[str]
+) -> list[Any]:
+    """Return the rows of the finished cells; rows.jsonl may lack some while the run is going on."""
     rows = []
     for cell in cells:
         if cell.name in done:
             try:
                 content = json.loads((folder / "cells" / f"{cell.name}.json").read_bytes())
-                rows += [row for row in map(clean, content) if row is not None]
+                rows += [row for row in content if schema.read(row) is not None]
             except (OSError, ValueError, TypeError):
                 notes.append(f"cells/{cell.name}.json is broken; its rows are missing.")
     return rows
 
 
-def clean(raw: object) -> Row | None:
-    """A row with every key in its type; None for what is no row.
+def clean(raw: object, schema: Schema | None = None) -> Row | None:
+    """Return a row with every field in its type, or None if it is no row.
 
-    Figures that are not finite numbers become None.
+    Numbers that are not finite become None, and so does a ROC curve without a rate for each of `FALSE_RATES`.
 
     Example:
         >>> clean({"kind": "utility", "defence": "none", "accuracy": float("nan")})["accuracy"] is None
@@ -167,58 +172,11 @@ def clean(raw: object) -> Row | None:
         >>> clean(["no", "row"]) is None
         True
     """
-    if not isinstance(raw, Mapping) or not isinstance(raw.get("defence"), str):
-        return None
-    kind = raw.get("kind", "privacy")
-    if kind not in ("privacy", "utility", "membership"):
-        return None
-    converged = raw.get("converged")
-    return {
-        "kind": kind,
-        "defence": raw["defence"],
-        "attack": str(raw.get("attack") or ""),
-        "adaptive": raw.get("adaptive") is True,
-        "seed": _whole(raw.get("seed")),
-        "target": _whole(raw.get("target")),
-        "round": _whole(raw.get("round")),
-        "client": _whole(raw.get("client")),
-        **{key: _number(raw.get(key)) for key in _NUMBERS},
-        "roc": _roc(raw.get("roc")),
-        "converged": converged if isinstance(converged, bool) else None,
-        "knows": _texts(raw.get("knows")) or [],
-        "countermove": str(raw.get("countermove") or ""),
-        "tripwire": _texts(raw.get("tripwire")),
-        "why": str(raw.get("why") or ""),
-        "failed": raw.get("failed") is True,
-        "cell": str(raw.get("cell") or ""),
-    }
-
-
-def _texts(value: object) -> list[str] | None:
-    """None for what is no list."""
-    return [str(item) for item in value] if isinstance(value, (list, tuple)) else None
+    row = (schema or schema_of()).read(raw)
+    if row and row["roc"] and len(row["roc"]) != len(FALSE_RATES):
+        row["roc"] = None
+    return row
 
 
 def _identity(row: Row) -> tuple[object, ...]:
     return tuple(row[key] for key in ("kind", "defence", "attack", "adaptive", "seed", "target", "round"))
-
-
-def _roc(value: object) -> list[float] | None:
-    """Rates at all of `FALSE_RATES`; None for what is no curve."""
-    rates = [_number(rate) for rate in value] if isinstance(value, list) else []
-    whole = [rate for rate in rates if rate is not None]
-    return whole if len(rates) == len(whole) == len(FALSE_RATES) else None
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0

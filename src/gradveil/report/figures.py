@@ -7,23 +7,26 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gradveil.metrics.columns import build_metric, metric_column
 from gradveil.report.files import save_figure
 from gradveil.report.labels import spread
-from gradveil.report.plane import METRICS, Point, corners, front, points, shortened, ticks
+from gradveil.report.plane import Point, corners, front, points, shortened, ticks
 from gradveil.report.sheets import Gallery, Line, visible
 from gradveil.report.summary import strongest
 
 TARGETS = 8
 """Pictures in a row of the gallery's figure."""
+PSNR = metric_column(build_metric("psnr"))
+"""The leak that the plane's figure shows."""
 _LEAK, _KEEP = "#b23a1e", "#1c6a66"
 
 
 def draw_figures(
     gallery: Gallery, summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]], out: Path
 ) -> list[Path]:
-    """Write ``plane.png``, ``plane.svg`` and ``gallery.png`` into ``out``, each where there is something to draw."""
+    """Write ``plane.png``, ``plane.svg`` and ``gallery.png`` to ``out``, each if there is something to draw."""
     written = []
-    if points(summary, costs, "psnr"):
+    if points(summary, costs, PSNR):
         written += [save_figure(plane(summary, costs), out / f"plane.{kind}") for kind in ("png", "svg")]
     if gallery.lines:
         written.append(save_figure(pictures(gallery, summary), out / "gallery.png"))
@@ -31,12 +34,12 @@ def draw_figures(
 
 
 def plane(summary: Iterable[Mapping[str, Any]], costs: Iterable[Mapping[str, Any]]) -> Figure:
-    """Accuracy to the right, mean PSNR of the strongest attack upwards; hollow plain, filled adaptive."""
-    some = points(summary, costs, "psnr")
+    """Draw accuracy to the right and the strongest attack's mean PSNR upwards; hollow is plain, filled adaptive."""
+    some = points(summary, costs, PSNR)
     figure = Figure(figsize=(7.6, 4.6))
     axes = figure.add_axes((0.085, 0.12, 0.89, 0.8))
-    best = front(some, "psnr")
-    axes.step([100 * p.accuracy for p in best], [p.worst("psnr") for p in best], "--", color=_KEEP, lw=1.2, where="pre")
+    best = front(some, PSNR)
+    axes.step([100 * p.accuracy for p in best], [p.worst(PSNR) for p in best], "--", color=_KEEP, lw=1.2, where="pre")
     leaks = [[leak for leak in (point.plain, point.adaptive) if leak is not None] for point in some]
     for point, both in zip(some, leaks, strict=True):
         colour = "black" if point.defence == "none" else _LEAK
@@ -47,7 +50,7 @@ def plane(summary: Iterable[Mapping[str, Any]], costs: Iterable[Mapping[str, Any
     accuracies, heights = [100 * point.accuracy for point in some], [leak for both in leaks for leak in both]
     across, up = (ticks(min(values), max(values)) for values in (accuracies, heights))
     axes.set(xlim=(across[0], across[-1]), ylim=(up[0], up[-1]), xticks=across, yticks=up)
-    axes.set(xlabel="test accuracy (%)", ylabel=f"leak: {METRICS['psnr']}, strongest attack")
+    axes.set(xlabel="test accuracy (%)", ylabel=f"leak: {PSNR.head}, strongest attack")
     axes.set_title("hollow: plain; filled: attacker knows the defence; dashed: Pareto front", fontsize=8, loc="left")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -56,7 +59,7 @@ def plane(summary: Iterable[Mapping[str, Any]], costs: Iterable[Mapping[str, Any
 
 
 def _names(axes: Axes, some: Sequence[Point], leaks: Sequence[Sequence[float]]) -> None:
-    """The names beside their points, on a drawing of 118 dots an inch, where 8 points are a letter."""
+    """Write the names beside their points, on a drawing of 118 dots per inch with letters of 8 points."""
     across, up = axes.get_xlim(), axes.get_ylim()
 
     def place(accuracy: float, leak: float) -> tuple[float, float]:
@@ -64,14 +67,14 @@ def _names(axes: Axes, some: Sequence[Point], leaks: Sequence[Sequence[float]]) 
 
     names = [shortened(point.defence, 40) for point in some]
     marks = [[place(point.accuracy, leak) for leak in both] for point, both in zip(some, leaks, strict=True)]
-    places = [place(point.accuracy, point.worst("psnr")) for point in some]
-    stairs = corners([place(point.accuracy, point.worst("psnr")) for point in front(some, "psnr")])
+    places = [place(point.accuracy, point.worst(PSNR)) for point in some]
+    stairs = corners([place(point.accuracy, point.worst(PSNR)) for point in front(some, PSNR)])
     for name, (x, y) in zip(names, spread(names, places, [*marks, stairs], (2, 2, 812, 432)), strict=True):
         axes.text(x / 798, 1 - y / 434, _plain(name), transform=axes.transAxes, fontsize=8)
 
 
 def pictures(gallery: Gallery, summary: Sequence[Mapping[str, Any]]) -> Figure:
-    """The truth, and below it what the strongest attack gets, undefended and under each defence."""
+    """Draw the truth, and below it what the strongest attack gets, undefended and under each defence."""
     lines = [line for line in (_strongest(gallery, summary, name) for name in _defences(gallery)) if line]
     count = min(TARGETS, len(gallery.columns))
     height, width = visible(gallery.truth).shape[2:4]
@@ -96,7 +99,7 @@ def _defences(gallery: Gallery) -> list[str]:
 
 
 def _strongest(gallery: Gallery, summary: Sequence[Mapping[str, Any]], name: str) -> Line | None:
-    """The line of the attack that recovers most under a defence, of the first seed that has it."""
+    """Return the line of the attack that recovers most under a defence, of the first seed that has it."""
     best = strongest(line for line in summary if line["defence"] == name)
     wanted = (best["attack"], best["adaptive"]) if best else None
     own = [line for line in gallery.lines if line.defence == name]
@@ -109,7 +112,7 @@ def _title(line: Line) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text in which matplotlib finds no formula."""
+    """Return a text in which matplotlib finds no formula."""
     return text.replace("$", r"\$")
 
 

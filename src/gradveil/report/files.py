@@ -1,4 +1,4 @@
-"""Figures and tables as files for papers and other programs; the same content gives the same bytes."""
+"""Figures and tables as files for papers and other programs. The same content gives the same bytes."""
 
 import csv
 import io
@@ -13,7 +13,7 @@ from gradveil.storage import write_atomic
 
 
 def drawn(figure: Figure, kind: str) -> bytes:
-    """A figure as png or svg, without a date."""
+    """Return a figure as png or svg, without a date."""
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "gradveil"}):  # else the names inside an svg are random
         figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
@@ -21,25 +21,32 @@ def drawn(figure: Figure, kind: str) -> bytes:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure in the format of the path's ending, png or svg; returns the path."""
+    """Write a figure in the format of the path's ending, png or svg; return the path."""
     write_atomic(path, drawn(figure, path.suffix[1:]))
     return path
 
 
 def to_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> bytes:
-    """Rows as a table with these columns; lists are joined by +, and what is not there is empty.
+    """Return rows as CSV with these columns. Lists are joined by +, missing values are empty.
+
+    Raises:
+        ValueError: a row has a key that is no column.
 
     Example:
-        >>> print(to_csv([{"a": 1, "b": ["x", "y"]}, {"b": None, "c": 3}], ["a", "b"]).decode(), end="")
+        >>> print(to_csv([{"a": 1, "b": ["x", "y"]}, {"b": {"x": 0.5, "y": 2}}], ["a", "b"]).decode(), end="")
         a,b
         1,x+y
-        ,
+        ,x=0.5+y=2
     """
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="raise", lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow(
-            {key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in row.items()}
-        )
+        writer.writerow({key: _cell(value) for key, value in row.items()})
     return text.getvalue().encode("utf-8", "replace")
+
+
+def _cell(value: Any) -> Any:  # noqa: ANN401 - any value of a row
+    if isinstance(value, Mapping):
+        return "+".join(f"{name}={item}" for name, item in value.items())
+    return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else value

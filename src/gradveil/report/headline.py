@@ -3,34 +3,38 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradveil.metrics import schema_of
 from gradveil.report.summary import membership, strongest, summarise, utility
+from gradveil.rows import Schema
 
 ALIKE = 0.01
-"""Accuracies less than this apart are about the same: a thousand test images tell no more."""
+"""Accuracies that differ by less than this count as the same: a thousand test images resolve no more."""
 HIDDEN, ALMOST = 10.0, 3.0
-"""dB that a defence must cost the plain attacker to have hidden anything, and that may be left of it if it's undone."""
+"""dB by which a defence must lower the plain attacker's PSNR to count as hiding, and dB within which it is undone."""
 MOST = 3
-"""More defences than this are not told one by one: only the one that leaks least and the one that leaks most."""
+"""With more defences than this, only the one that leaks least and the one that leaks most are described."""
 
 
-def headline(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> str:
-    """The result in a few sentences, by the attack that recovers most under each defence.
+def headline(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Schema | None = None) -> str:
+    """Return the result in a few sentences, by the attack that recovers most under each defence.
 
     Args:
-        rows: of an audit, as in rows.jsonl.
-        images: how many images a target has; the figures of a row are means over them.
+        rows: the rows of an audit.
+        images: the number of images per target; the figures of a row are means over them.
+        schema: the columns of the rows; by default those of an audit with the standard metrics.
     """
-    return " ".join(sentences(rows, images=images))
+    return " ".join(sentences(rows, images=images, schema=schema))
 
 
-def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> list[str]:
-    """The sentences of `headline`; the first is about the undefended run, if there is one."""
-    lines = summarise(rows)
+def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Schema | None = None) -> list[str]:
+    """Return the sentences of `headline`; the first is about the undefended run, if there is one."""
+    schema = schema or schema_of()
+    lines = summarise(rows, schema)
     noun = "pictures" if images == 1 else "batches"
-    accuracy = {line["defence"]: line["accuracy"] for line in utility(rows)}
+    accuracy = {line["defence"]: line["accuracy"] for line in utility(rows, schema)}
     names = sorted(dict.fromkeys(line["defence"] for line in lines), key=lambda name: name != "none")
     best = {name: line for name in names if (line := strongest(_of(lines, name)))}
-    told = _members(rows)
+    told = _members(rows, schema)
     if not best:
         return told or ["No attack has finished yet." if not lines else "Every attack failed."]
     parts = []
@@ -51,7 +55,7 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1) -> list[str
 
 
 def _undone(lines: Sequence[Mapping[str, Any]], none: Mapping[str, Any] | None, names: Sequence[str]) -> list[str]:
-    """Which defences give all away again that they had hidden, once the attacker knows them."""
+    """Return which defences hide something from the plain attacker but nothing from one who knows them."""
     undone = []
     for name in names:
         plain, knowing = (strongest(_of(lines, name, adaptive)) for adaptive in (False, True))
@@ -64,7 +68,7 @@ def _undone(lines: Sequence[Mapping[str, Any]], none: Mapping[str, Any] | None, 
 
 
 def _noticed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Whether clients would have noticed the models that malicious servers altered."""
+    """Return how often clients would have noticed the model that a malicious server altered."""
     looked = [row["tripwire"] for row in rows if row.get("tripwire") is not None]
     if not looked:
         return []
@@ -72,10 +76,10 @@ def _noticed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"The tripwire would have warned of the altered model before {alarmed} of {len(looked)} updates."]
 
 
-def _members(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How well members are told from others, undefended and under the defences; nothing where nobody tried."""
+def _members(rows: Sequence[Mapping[str, Any]], schema: Schema) -> list[str]:
+    """Return how well members are told from others, undefended and defended; [] if no attack tried."""
     best: dict[str, Mapping[str, Any]] = {}
-    for line in membership(rows):
+    for line in membership(rows, schema):
         name = line["defence"]
         if line["auc"] is not None and (name not in best or line["auc"] > best[name]["auc"]):
             best[name] = line
@@ -90,7 +94,7 @@ def _members(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _defended(lines: Sequence[Mapping[str, Any]], name: str, noun: str, *, first: bool) -> str:
-    """What the attacker gets under a defence, without and with knowing it."""
+    """Return what the attacker gets under a defence, without and with knowledge of it."""
     untried = [line for line in _of(lines, name, True) if line["not_decoded"]]
     if untried:
         rest = [line for line in lines if line not in untried]
@@ -114,7 +118,7 @@ def _defended(lines: Sequence[Mapping[str, Any]], name: str, noun: str, *, first
 
 
 def _nothing(lines: Sequence[Mapping[str, Any]], name: str, noun: str) -> str:
-    """Never "safe": what was tried, and how much of it did not work."""
+    """Return what was tried and how often it did not converge; never "safe"."""
     tried = _of(lines, name)
     stuck, runs = sum(line["not_converged"] for line in tried), sum(line["n"] for line in tried)
     most = max(line["n"] for line in tried)
@@ -138,7 +142,7 @@ def _price(before: float | None, after: float | None) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in per cent, one digit behind the point.
+    """Return a share in per cent, with one digit after the point.
 
     Example:
         >>> percent(0.9691)
@@ -152,11 +156,11 @@ def _of(lines: Sequence[Mapping[str, Any]], name: str, adaptive: bool | None = N
 
 
 def _score(line: Mapping[str, Any]) -> str:
-    if line["recognisable"] is None:
-        return f"a mean PSNR of {line['psnr']:.1f} dB"
-    return f"{line['recognisable']} of {line['n']}"
+    if line["recognisable"] is not None:
+        return f"{line['recognisable']} of {line['n']}"
+    return "no PSNR or SSIM measured" if line["psnr"] is None else f"a mean PSNR of {line['psnr']:.1f} dB"
 
 
 def _share(line: Mapping[str, Any]) -> float:
-    """How much was recovered: the share that is recognisable, or the PSNR where SSIM was not measured."""
-    return float(line["psnr"] if line["recognisable"] is None else line["recognisable"] / line["n"])
+    """Return how much was recovered: the recognisable share, or the PSNR if SSIM was not measured."""
+    return float((line["psnr"] or 0.0) if line["recognisable"] is None else line["recognisable"] / line["n"])

@@ -1,4 +1,4 @@
-"""What an audit found about membership: lines, the page's section, and its figure."""
+"""What an audit found about membership: the page's section and its figure."""
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,91 +9,57 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from gradveil.metrics import schema_of
 from gradveil.metrics.roc import FALSE_RATES
 from gradveil.report.files import drawn
-from gradveil.report.headline import percent
 from gradveil.report.markup import section, spec
-from gradveil.report.summary import membership, utility
-from gradveil.report.tables import NOTHING
-
-MEMBERSHIP = (
-    "defence", "attack", "n", "seeds", "failed", "auc", "auc_worst", "tpr_at_1_fpr", "advantage", "auc_loss",
-    "auc_confidence", "gap", "members", "seconds", "accuracy", "overhead",
-)  # fmt: skip
-"""The columns of membership.csv."""
-
-_HEADS = {
-    "n": ("n", "Local models that were attacked, over all seeds"),
-    "auc": ("AUC", "Area under the ROC curve, mean over rounds and seeds; 0.5 is guessing"),
-    "auc_worst": ("Worst AUC", "The largest of all rounds and seeds"),
-    "tpr_at_1_fpr": ("TPR at 1 % FPR", "Members found where one in a hundred others is taken for a member, mean"),
-    "advantage": ("Advantage", "Largest difference of the true and the false positive rate, mean"),
-    "auc_loss": ("AUC, loss", "Of a threshold on the loss, which needs the model's outputs, mean"),
-    "auc_confidence": ("AUC, confidence", "Of a threshold on the largest probability, mean"),
-    "gap": ("Accuracy gap", "Accuracy on members less that on others, mean"),
-    "members": ("Members", "Images of the client that were tried, and as many others, mean"),
-    "accuracy": ("Accuracy", "Test accuracy of the global model after training under the defence, mean over seeds"),
-    "overhead": ("Overhead", "Time of a round, relative to the undefended one of the same audit"),
-}
+from gradveil.report.summary import membership
+from gradveil.report.tables import SPECS, page_columns, shown
+from gradveil.rows import Schema
 
 
-def membership_lines(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The summary's lines about membership, each with what its defence costs."""
-    costs = {cost["defence"]: cost for cost in utility(rows)}
-    return [
-        line | {key: costs.get(line["defence"], {}).get(key) for key in ("accuracy", "overhead")}
-        for line in membership(rows)
-    ]
-
-
-def membership_section(rows: Sequence[Mapping[str, Any]], *, adaptive: bool = False) -> str:
-    """The section of the page; nothing where no attack on membership was run.
+def membership_section(
+    rows: Sequence[Mapping[str, Any]], schema: Schema | None = None, *, adaptive: bool = False
+) -> str:
+    """Return the section of the page, or "" if no attack on membership was run.
 
     Args:
-        rows: of the audit.
-        adaptive: whether attackers who know the defence were asked for.
+        rows: the rows of the audit.
+        schema: their columns; by default those of an audit with the standard metrics.
+        adaptive: whether the audit was run with --adaptive.
     """
-    lines = membership_lines(rows)
+    schema = schema or schema_of()
+    lines = membership(rows, schema)
     if not lines:
         return ""
-    twice = " These attacks take the model as the defence leaves it, and have no second run that knows it." * adaptive
+    twice = " These attacks use the model as the defence leaves it, and have no second run with knowledge of it." * (
+        adaptive
+    )
     picture = base64.b64encode(drawn(membership_figure(rows), "png")).decode()
-    heads = "".join(f'<th scope="col" title="{escape(title)}">{head}</th>' for head, title in _HEADS.values())
+    columns = [column for column in page_columns(lines, schema, "members") if column.key not in SPECS]
+    heads = "".join(f'<th scope="col" title="{escape(c.help)}">{escape(c.head)}</th>' for c in columns)
     body = "".join(
         f'<tr><th scope="row">{spec(line["defence"])}</th><td class="text">{spec(line["attack"])}</td>'
-        f"{''.join(f'<td>{_shown(key, line)}</td>' for key in _HEADS)}</tr>"
+        f"{''.join(f'<td>{escape(shown(column, line))}</td>' for column in columns)}</tr>"
         for line in lines
     )
     return section(
         "membership",
         "Membership",
-        f"""<p>Every few rounds a client is drawn, and the server asks of the model that it knows of this client which
-images it was trained on. Members are the client's training images; the others are test images, as many of each class,
-so that the class tells nothing. An AUC of 0.5 is guessing.{twice}</p>
+        f"""<p>Every few rounds the server picks a client at random and tries to find out which images the client's
+model was trained on. Members are the client's training images. The others are test images, with the same number of each
+class, so that the class does not give members away. Figures are means over rounds and seeds; an AUC of 0.5 is
+guessing.{twice}</p>
 <img class="plot" alt="ROC curves, and the area under them over the rounds" src="data:image/png;base64,{picture}">
 <div class="scroll" tabindex="0" role="group" aria-label="Membership table"><table class="small"><thead><tr>
 <th scope="col">Defence</th><th scope="col">Attack</th>{heads}</tr></thead><tbody>{body}</tbody></table></div>""",
     )
 
 
-def _shown(key: str, line: Mapping[str, Any]) -> str:
-    value = line[key]
-    if value is None:
-        return NOTHING
-    failed = f" (+{line['failed']} failed)" if key == "n" and line["failed"] else ""
-    if key in ("n", "members"):
-        return f"{value:.0f}{failed}"
-    if key == "gap":
-        return f"{100 * value:+.1f} %"
-    if key in ("tpr_at_1_fpr", "accuracy"):
-        return percent(value)
-    return f"{value:.2f}" if key == "overhead" else f"{value:.3f}"
-
-
 def membership_figure(rows: Iterable[Mapping[str, Any]]) -> Figure:
-    """The ROC curve, and the area under it over the rounds: a line for each defence and attack, means of its rows.
+    """Return the figure of the ROC curve and of the area under it by round: one line per defence and attack, means.
 
-    The ROC curve's axes are logarithmic, for an attacker who is seldom wrong is the one to fear.
+    The ROC curve's axes are logarithmic because an attacker who is seldom wrong is the most dangerous.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -115,7 +81,7 @@ def membership_figure(rows: Iterable[Mapping[str, Any]]) -> Figure:
     curves.set(xlabel="others taken for members", ylabel="members found", title="ROC curve")
     low, high = areas.get_ylim()
     areas.set(xlabel="round", ylabel="AUC; 0.5 is guessing", title="Area under it")
-    areas.set_ylim(min(low, 0.4), max(high, 0.7))  # chance alone must not look like much
+    areas.set_ylim(min(low, 0.4), max(high, 0.7))  # so that chance alone does not look like a leak
     areas.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (curves, areas):
         axes.grid(alpha=0.3)
@@ -126,7 +92,7 @@ def membership_figure(rows: Iterable[Mapping[str, Any]]) -> Figure:
 
 
 def _means(places: dict[int, list[float]], group: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
-    """The rounds, and the mean area in each."""
+    """Return the rounds, and the mean area in each."""
     for row in group:
         places[row["round"]].append(row["auc"])
     return list(places), [fmean(values) for values in places.values()]

@@ -9,7 +9,7 @@ from typing import Any
 from gradveil.report.audit_folder import read_audit
 from gradveil.report.headline import headline
 from gradveil.report.sheets import png, read_gallery
-from gradveil.report.summary import summarise, utility
+from gradveil.report.summary import summarise, utility, with_costs
 
 PICTURES = 8
 """Lines of pictures that a notebook shows at most."""
@@ -63,16 +63,17 @@ def audit_html(folder: Path, page: Path) -> str:
     """Return an audit for a notebook: the headline, the summary, the pictures of the first lines, and a link."""
     audit = read_audit(folder)
     gallery = read_gallery(audit)
-    summary, costs = summarise(audit.rows), {cost["defence"]: cost for cost in utility(audit.rows)}
-    lines = [{**line, "accuracy": costs.get(line["defence"], {}).get("accuracy")} for line in summary]
-    columns = ("defence", "attack", "adaptive", "psnr", "psnr_worst", "ssim", "recognisable", "n", "accuracy")
+    costs = utility(audit.rows, audit.schema)
+    lines = with_costs(summarise(audit.rows, audit.schema), costs, audit.schema)
+    metrics = [column.key for column in audit.schema.metrics if column.key not in ("psnr", "mse")]
+    columns = ("defence", "attack", "adaptive", "psnr", "psnr_worst", *metrics, "recognisable", "n", "accuracy")
     pictures = [("private images", png(gallery.truth))] if gallery.columns else []
     for line in gallery.lines[:PICTURES]:
         name = f"{line.defence}, {line.attack}{', adaptive' * line.adaptive}"
         pictures.append((name, png(line.frames[-1:], line.guessed)))
     shown = "".join(f"<tr><td>{escape(name)}</td><td>{picture_html(data, name)}</td></tr>" for name, data in pictures)
-    table = table_html(lines or costs.values(), columns)
+    table = table_html(lines or costs, columns)
     title = f"{audit.settings.get('model', '')} on {audit.settings.get('dataset', '')}"
-    said = escape(headline(audit.rows, images=audit.images))
+    said = escape(headline(audit.rows, images=audit.images, schema=audit.schema))
     top = f"<p><strong>gradveil audit: {escape(title)}</strong></p><p>{said}</p>"
     return f"{top}{table}<table><tbody>{shown}</tbody></table>{link_html(page)}"

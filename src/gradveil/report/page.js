@@ -78,6 +78,7 @@
 
   const written = {
     "%": (value) => `${(100 * value).toFixed(1)} %`,
+    "×": (value) => `${value.toFixed(2)}×`,
     g: (value) => (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6 ? String(+value.toPrecision(4)) : value.toExponential(2)),
   };
 
@@ -114,7 +115,7 @@
       const body = current.slice(page * PAGE, (page + 1) * PAGE).map((i) =>
         make("tr", {}, ...columns.map((column) => {
           const text = shown(i, column);
-          const long = column.key === "why" || column.key === "knows";
+          const long = column.note;
           return make("td", { className: kind(column) + (long ? " note" : ""), title: long ? text : "" }, text);
         })),
       );

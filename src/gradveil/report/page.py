@@ -1,4 +1,4 @@
-"""The page of an audit: one self-contained HTML file that opens from disk and asks the network for nothing."""
+"""The page of an audit: one self-contained HTML file that opens from disk and needs no network."""
 
 from collections.abc import Mapping
 from html import escape
@@ -11,15 +11,15 @@ from gradveil.report.membership import membership_section
 from gradveil.report.result import hero
 from gradveil.report.sections import about_section, gallery_section, plane_section, rows_section, summary_section
 from gradveil.report.sheets import Gallery, png
-from gradveil.report.summary import membership, summarise, utility
-from gradveil.report.tables import rows_columns, with_costs
+from gradveil.report.summary import membership, summarise, utility, with_costs
+from gradveil.report.tables import rows_columns
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
 
 
 def audit_page(audit: AuditFolder, gallery: Gallery) -> str:
-    """The whole page."""
-    summary, costs = summarise(audit.rows), utility(audit.rows)
+    """Return the whole page."""
+    summary, costs = summarise(audit.rows, audit.schema), utility(audit.rows, audit.schema)
     style, script = ((files("gradveil.report") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page_title = f"gradveil audit: {audit.settings.get('model', '')} on {audit.settings.get('dataset', '')}"
     shown = _sections(audit, gallery)
@@ -36,40 +36,41 @@ def audit_page(audit: AuditFolder, gallery: Gallery) -> str:
 {hero(audit, gallery, summary, costs)}
 {content}
 </main>
-<footer><p>Written by gradveil from rows.jsonl and the saved pictures; nothing was run again. This page holds private
-pictures if the audit's data were private: share it as you would share them.</p></footer>
+<footer><p>Written by gradveil from rows.jsonl and the saved pictures; nothing was run again. If the audit's data are
+private, this page holds private pictures: share it only with people who may see them.</p></footer>
 <dialog id="large" aria-labelledby="large-title"><form method="dialog">
 <h2 id="large-title"></h2><button class="close" aria-label="Close">×</button></form>
 <div class="pair"><figure><canvas></canvas><figcaption>truth</figcaption></figure>
 <figure><canvas></canvas><figcaption>the attacker's picture</figcaption></figure></div>
-<p class="figures"></p><p class="hint">← and → show the neighbours, Esc closes.</p></dialog>
+<p class="figures"></p><p class="hint">← and → show the next pictures, Esc closes.</p></dialog>
 {_data(audit, gallery)}
 <script>{script}</script></body></html>
 """
 
 
 def _sections(audit: AuditFolder, gallery: Gallery) -> list[tuple[str, str, str]]:
-    """The name, title and content of each section; an audit of membership alone has no pictures to speak of."""
-    summary, costs = summarise(audit.rows), utility(audit.rows)
-    about_members = membership_section(audit.rows, adaptive=bool(audit.settings.get("adaptive")))
+    """Return the name, title and content of each section; an audit of membership alone has no pictures."""
+    schema = audit.schema
+    summary, costs = summarise(audit.rows, schema), utility(audit.rows, schema)
+    about_members = membership_section(audit.rows, schema, adaptive=bool(audit.settings.get("adaptive")))
     members = [("membership", "Membership", about_members)] * bool(about_members)
     everything = [
         ("rows", "All rows", rows_section(audit)),
-        ("about", "About", about_section(audit, [*summary, *membership(audit.rows)])),
+        ("about", "About", about_section(audit, [*summary, *membership(audit.rows, schema)])),
     ]
     if members and not summary:
         return members + everything
     return [
         ("gallery", "Pictures", gallery_section(audit, gallery)),
-        ("plane", "Privacy and accuracy", plane_section(summary, costs)),
+        ("plane", "Privacy and accuracy", plane_section(summary, costs, schema)),
         *members,
-        ("table", "Summary", summary_section(audit, with_costs(summary, costs))),
+        ("table", "Summary", summary_section(audit, with_costs(summary, costs, schema))),
         *everything,
     ]
 
 
 def _data(audit: AuditFolder, gallery: Gallery) -> str:
-    """The figures and the pictures, which the script reads when it needs them."""
+    """Return the figures and the pictures as script elements, which the page's script reads when it needs them."""
     ssims = {(*_key(row), row["target"]): row["ssim"] for row in audit.rows if row["ssim"] is not None}
     drawn = [
         {
@@ -89,7 +90,7 @@ def _data(audit: AuditFolder, gallery: Gallery) -> str:
         "columns": [vars(column) for column in gallery.columns],
         "images": audit.images,
         "lines": drawn,
-        "rows": rows_columns(audit.rows),
+        "rows": rows_columns(audit.rows, audit.schema),
     }
     sheets = [png(gallery.truth)] if gallery.columns else []
     sheets += [png(line.frames, line.guessed) for line in gallery.lines]

@@ -1,4 +1,4 @@
-"""The plane of privacy and accuracy: one point for each defence, the front of the best, and its drawing as SVG."""
+"""The plane of privacy and accuracy: one point per defence, the Pareto front, and its drawing as SVG."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,15 +7,17 @@ from math import ceil, floor, log10
 from typing import Any
 
 from gradveil.report.labels import spread
+from gradveil.rows import Column, Schema
 
-METRICS = {"psnr": "PSNR in dB", "ssim": "SSIM", "lpips": "LPIPS"}
-"""Measures of leak, with their names on the axis."""
-_LOW_IS_LEAKY = ("lpips",)
+
+def leak_columns(schema: Schema) -> list[Column]:
+    """Return the metrics that the plane can show, PSNR first."""
+    return sorted(schema.metrics, key=lambda column: column.key != "psnr")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A defence: its accuracy, and the leak to the strongest attacker who does not, and who does, know it."""
+    """A defence: its accuracy, and its leak to the strongest attacker who does not know it and who knows it."""
 
     defence: str
     accuracy: float
@@ -24,37 +26,36 @@ class Point:
     attack: str
     """The strongest attack of all."""
 
-    def worst(self, metric: str) -> float:
-        """The larger leak of the two."""
+    def worst(self, metric: Column) -> float:
+        """Return the larger leak of the two."""
         known = [leak for leak in (self.plain, self.adaptive) if leak is not None]
-        return min(known) if metric in _LOW_IS_LEAKY else max(known)
+        return max(known) if metric.leakier else min(known)
 
 
-def points(summary: Iterable[Mapping[str, Any]], utilities: Iterable[Mapping[str, Any]], metric: str) -> list[Point]:
-    """The points of all defences that have both an accuracy and a leak."""
-    lines = [line for line in summary if line[metric] is not None]
-    sign = -1 if metric in _LOW_IS_LEAKY else 1
+def points(summary: Iterable[Mapping[str, Any]], utilities: Iterable[Mapping[str, Any]], metric: Column) -> list[Point]:
+    """Return the points of all defences that have both an accuracy and a leak."""
+    key, sign = metric.key, 1 if metric.leakier else -1
+    lines = [line for line in summary if line[key] is not None]
     found = []
     for cost in utilities:
-        own = sorted((line for line in lines if line["defence"] == cost["defence"]), key=lambda x: -sign * x[metric])
+        own = sorted((line for line in lines if line["defence"] == cost["defence"]), key=lambda x: -sign * x[key])
         if own and cost["accuracy"] is not None:
-            plain, adaptive = (
-                next((x[metric] for x in own if x["adaptive"] is which), None) for which in (False, True)
-            )
+            plain, adaptive = (next((x[key] for x in own if x["adaptive"] is which), None) for which in (False, True))
             attack = own[0]["attack"] + (" (knows the defence)" if own[0]["adaptive"] else "")
             found.append(Point(cost["defence"], cost["accuracy"], plain, adaptive, attack))
     return found
 
 
-def front(some: Sequence[Point], metric: str) -> list[Point]:
-    """The points that no other beats in accuracy and leak to the strongest attacker at once, by rising accuracy.
+def front(some: Sequence[Point], metric: Column) -> list[Point]:
+    """Return the Pareto front of accuracy and leak to the strongest attacker, by rising accuracy.
 
     Example:
+        >>> psnr = Column("psnr", "number", "PSNR, dB", leakier=True)
         >>> best = Point("a", 0.9, 10.0, None, ""), Point("b", 0.95, 12.0, 20.0, "")
-        >>> [point.defence for point in front([*best, Point("c", 0.8, 15.0, None, "")], "psnr")]
+        >>> [point.defence for point in front([*best, Point("c", 0.8, 15.0, None, "")], psnr)]
         ['a', 'b']
     """
-    sign = -1 if metric in _LOW_IS_LEAKY else 1
+    sign = 1 if metric.leakier else -1
     best: list[Point] = []
     for point in sorted(some, key=lambda p: (-p.accuracy, sign * p.worst(metric))):
         if not best or sign * point.worst(metric) < sign * best[-1].worst(metric):
@@ -63,7 +64,7 @@ def front(some: Sequence[Point], metric: str) -> list[Point]:
 
 
 def corners(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A staircase through places of rising accuracy: up first, then to the right.
+    """Return a staircase through places of rising accuracy: up first, then to the right.
 
     Example:
         >>> corners([(0, 9), (5, 4)])
@@ -75,8 +76,8 @@ def corners(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return stairs
 
 
-def plane_svg(some: Sequence[Point], metric: str, width: int = 860, height: int = 460) -> str:
-    """The plane as an SVG element whose colours come from the page's style."""
+def plane_svg(some: Sequence[Point], metric: Column, width: int = 860, height: int = 460) -> str:
+    """Return the plane as an SVG element whose colours come from the page's style."""
     frame = _Frame.around(some, metric, width, height)
     parts = [frame.axes(metric), _front(frame, front(some, metric), metric)]
     parts += [_point(frame, point, metric) for point in some]
@@ -95,7 +96,7 @@ def plane_svg(some: Sequence[Point], metric: str, width: int = 860, height: int 
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers that span a range.
+    """Return round numbers that span a range.
 
     Example:
         >>> ticks(0.91, 0.97)
@@ -112,7 +113,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where on the drawing a figure lies: accuracy to the right, leak upwards."""
+    """The axes of the drawing: accuracy to the right, leak upwards."""
 
     across: list[float]
     up: list[float]
@@ -121,18 +122,18 @@ class _Frame:
     flipped: bool
 
     @staticmethod
-    def around(some: Sequence[Point], metric: str, width: int, height: int) -> "_Frame":
+    def around(some: Sequence[Point], metric: Column, width: int, height: int) -> "_Frame":
         accuracies = [point.accuracy for point in some]
         leaks = [leak for point in some for leak in (point.plain, point.adaptive) if leak is not None]
         across = ticks(min(accuracies), max(accuracies), 6 if width > 500 else 3)
-        return _Frame(across, ticks(min(leaks), max(leaks)), width, height, metric in _LOW_IS_LEAKY)
+        return _Frame(across, ticks(min(leaks), max(leaks)), width, height, not metric.leakier)
 
     def place(self, accuracy: float, leak: float) -> tuple[float, float]:
         x = (accuracy - self.across[0]) / (self.across[-1] - self.across[0])
         y = (leak - self.up[0]) / (self.up[-1] - self.up[0])
         return 56 + x * (self.width - 84), 34 + (y if self.flipped else 1 - y) * (self.height - 88)
 
-    def axes(self, metric: str) -> str:
+    def axes(self, metric: Column) -> str:
         right, bottom = self.width - 28, self.height - 54
         parts = []
         for leak in self.up:
@@ -144,13 +145,13 @@ class _Frame:
             parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="34" y2="{bottom}"/>')
             text = f"{round(100 * accuracy, 6):g} %"
             parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{text}</text>')
-        parts.append(f'<text class="axis" x="56" y="16">↑ leak: {METRICS[metric]}, strongest attack</text>')
+        parts.append(f'<text class="axis" x="56" y="16">↑ leak: {escape(metric.head)}, strongest attack</text>')
         parts.append(f'<text class="axis" x="{right}" y="{self.height - 8}" text-anchor="end">test accuracy →</text>')
         return "".join(parts)
 
 
-def _front(frame: _Frame, best: Sequence[Point], metric: str) -> str:
-    """A staircase: whatever lies above or left of it is beaten by a defence on it."""
+def _front(frame: _Frame, best: Sequence[Point], metric: Column) -> str:
+    """Return the Pareto front as a staircase: every point above or left of it is beaten by a defence on it."""
     if not best:
         return ""
     places = [frame.place(point.accuracy, point.worst(metric)) for point in best]
@@ -158,11 +159,11 @@ def _front(frame: _Frame, best: Sequence[Point], metric: str) -> str:
     return f'<path class="front" d="{path}"><title>Pareto front: {len(best)} defences</title></path>'
 
 
-def _point(frame: _Frame, point: Point, metric: str) -> str:
+def _point(frame: _Frame, point: Point, metric: Column) -> str:
     both = [(kind, leak) for kind, leak in (("plain", point.plain), ("adaptive", point.adaptive)) if leak is not None]
     places = [(kind, *frame.place(point.accuracy, leak)) for kind, leak in both]
     title = f"{point.defence}\naccuracy {100 * point.accuracy:.1f} %"
-    title += "".join(f"\n{METRICS[metric]}, {kind}: {leak:.3g}" for kind, leak in both)
+    title += "".join(f"\n{metric.head}, {kind}: {leak:.3g}" for kind, leak in both)
     title += f"\nstrongest attack: {point.attack}"
     joined = ""
     if len(places) == 2:
@@ -174,7 +175,7 @@ def _point(frame: _Frame, point: Point, metric: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text with its middle left out where it is too long.
+    """Return a text, with its middle left out if it is too long.
 
     Example:
         >>> shortened("prune:fraction=0.7+gaussian:std=0.1", 20)

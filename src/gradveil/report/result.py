@@ -1,4 +1,4 @@
-"""The top of an audit's page: the result in words, what is missing, and a bar for each defence."""
+"""The top of an audit's page: the result in words, what is missing, and one bar per defence."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -13,11 +13,11 @@ from gradveil.report.tables import NOTHING, adaptive
 
 
 def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, Any]], costs: Sequence[Any]) -> str:
-    """The section that a reader sees first."""
-    first, *more = sentences(audit.rows, images=audit.images)
+    """Return the section that a reader sees first."""
+    first, *more = sentences(audit.rows, images=audit.images, schema=audit.schema)
     settings = audit.settings
     facts = [f"{settings.get('model', '?')} on {settings.get('dataset', '?')}"]
-    rebuilds = bool(summary) or not membership(audit.rows)
+    rebuilds = bool(summary) or not membership(audit.rows, audit.schema)
     if rebuilds:
         facts += [f"{count} targets" for count in [settings.get("targets") or gallery.num_targets] if count]
         facts += [f"{audit.images} images each"] if audit.images > 1 else []
@@ -26,7 +26,7 @@ def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, An
     lead = f'<p class="lead">{solid(" ".join(more))}</p>' if more else ""
     what = "picture" if audit.images == 1 else "batch (by its mean)"
     definition = f"""<p class="definition"><b>Recognisable</b>: a {what} whose SSIM to the truth is at least
-{RECOGNISABLE}. Every target counts once for each seed. For each defence the attack that recovers most counts.</p>
+{RECOGNISABLE}. Every target counts once per seed. Each defence is judged by the attack that recovers most.</p>
 """
     return f"""<section class="hero" aria-labelledby="result"><p class="facts">{escape(" · ".join(map(str, facts)))}</p>
 <h1 id="result">{solid(first)}</h1>
@@ -35,7 +35,7 @@ def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, An
 
 
 def _banner(audit: AuditFolder, gallery: Gallery) -> str:
-    """What is missing from this page, and why."""
+    """Return the box that says what is missing from the page, and why; "" if nothing is."""
     missing = len(audit.cells) - len(audit.done)
     unfinished = f"{len(audit.done)} of {len(audit.cells)} cells are done" if missing else ""
     failed: dict[str, int] = {}
@@ -44,13 +44,12 @@ def _banner(audit: AuditFolder, gallery: Gallery) -> str:
             what = f"{row['defence']}, {row['attack'] or 'training'}: {row['why'] or 'no reason given'}"
             failed[what] = failed.get(what, 0) + 1
     items = [f"{what} ({count} rows)" if count > 1 else what for what, count in failed.items()]
-    parts = [f"<p><b>The run is unfinished</b>: {unfinished}. What is here is real, but more will come.</p>"] * bool(
+    parts = [f"<p><b>The run is unfinished</b>: {unfinished}. The figures below are of the finished cells.</p>"] * bool(
         missing
     )
     if items:
-        parts.append(
-            f"<p><b>{sum(failed.values())} rows are of cells that failed</b>, and count nowhere:</p>{bullets(items)}"
-        )
+        parts.append(f"<p><b>{sum(failed.values())} rows are of cells that failed</b>, and count nowhere:</p>")
+        parts.append(bullets(items))
     notes = [*audit.notes, *gallery.notes]
     if notes:
         parts.append(f"<p><b>Parts of the folder could not be used</b>:</p>{bullets(notes)}")
@@ -58,7 +57,7 @@ def _banner(audit: AuditFolder, gallery: Gallery) -> str:
 
 
 def _ledger(names: Iterable[str], summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]]) -> str:
-    """Bars: what the strongest attack recognises under each defence, beside the accuracy that is left."""
+    """Return bars: what the strongest attack makes recognisable under each defence, beside the accuracy."""
     accuracy = {cost["defence"]: cost["accuracy"] for cost in costs}
     lines = ""
     for name in names:

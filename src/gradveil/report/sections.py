@@ -1,4 +1,4 @@
-"""The sections of an audit's page below the result: pictures, plane, tables, and the fine print."""
+"""The sections of an audit's page below the result: pictures, plane, tables and method."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -7,14 +7,15 @@ from typing import Any
 from gradveil.report.audit_folder import AuditFolder
 from gradveil.report.headline import percent
 from gradveil.report.markup import bullets, section, spec
-from gradveil.report.plane import METRICS, Point, plane_svg, points
+from gradveil.report.plane import Point, leak_columns, plane_svg, points
 from gradveil.report.sheets import Gallery
 from gradveil.report.tables import NOTHING, summary_table
 from gradveil.report.words import METHOD, command_of, knowledge
+from gradveil.rows import Column, Schema
 
 
 def gallery_section(audit: AuditFolder, gallery: Gallery) -> str:
-    """The truth beside what each attacker gets; the script builds the pictures from their sheets."""
+    """Return the truth beside what each attacker gets; the page's script cuts the pictures from their sheets."""
     names = [name for name in audit.defences if any(line.defence == name for line in gallery.lines)]
     if not names:
         return section("gallery", "Pictures", "<p>There are no pictures yet.</p>")
@@ -28,7 +29,7 @@ def gallery_section(audit: AuditFolder, gallery: Gallery) -> str:
 <label class="slide"><span>Progress of the attacks</span>
 <input id="step" type="range" min="0" max="{frames - 1}" value="{frames - 1}" step="1"></label>
 <output id="where" for="step">end</output>"""
-    still = "<span>No pictures on the way were saved.</span>"
+    still = "<span>No intermediate pictures were saved.</span>"
     blocks = "".join(
         f'<section class="block" data-defence="{escape(name)}" aria-label="{escape(name)}">'
         f"<h3>{spec(name)}{' (undefended)' * (name == 'none')}</h3>"
@@ -38,34 +39,37 @@ def gallery_section(audit: AuditFolder, gallery: Gallery) -> str:
     return section(
         "gallery",
         "Pictures",
-        f"""<p>The truth, and what each attacker gets; below each picture its PSNR in dB.{few} Open a picture to see it
-large; the arrow keys move along a line.</p><noscript><p>The pictures need JavaScript.</p></noscript>
+        f"""<p>The truth, and what each attacker gets, with its PSNR in dB below.{few} Open a picture to enlarge it;
+the arrow keys move along a line.</p><noscript><p>The pictures need JavaScript.</p></noscript>
 <div class="controls sticky">{slider if frames > 1 else still}{choose}</div>{blocks}""",
     )
 
 
-def plane_section(summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]]) -> str:
-    """The plane with each measure of leak, and the same as tables."""
+def plane_section(summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]], schema: Schema) -> str:
+    """Return the plane with each metric, and the same as tables."""
     reasons = [f"{cost['defence']}: {cost['why']}" for cost in costs if cost["accuracy"] is None and cost["why"]]
-    drawn = {metric: points(summary, costs, metric) for metric in METRICS}
+    measures = leak_columns(schema)
+    drawn = {metric.key: points(summary, costs, metric) for metric in measures}
     if not any(drawn.values()):
         why = "no utility rows" if not costs else "no defences that have both an accuracy and a leak"
         text = f"<p>The plane needs the accuracy of a model trained with each defence, and there are {why}"
         return section("plane", "Privacy and accuracy", f"{text}{' yet' if not costs else ''}.</p>{bullets(reasons)}")
-    metrics = [metric for metric in METRICS if drawn[metric]]
+    metrics = [metric for metric in measures if drawn[metric.key]]
+    first = metrics[0]
     choices = "".join(
-        f'<label><input type="radio" name="metric" value="{m}"{" checked" * (m == metrics[0])}>{m.upper()}</label>'
-        for m in metrics
-    ) + "".join(
-        f"<label><input type=radio disabled>{m.upper()} (not measured)</label>" for m in METRICS if not drawn[m]
+        f'<label><input type="radio" name="metric" value="{escape(m.key)}"{" checked" * (m is first)}>'
+        f"{escape(m.head)}</label>"
+        if drawn[m.key]
+        else f"<label><input type=radio disabled>{escape(m.head)} (not measured)</label>"
+        for m in measures
     )
     figures = "".join(
-        f'<div class="drawing" data-metric="{m}"{" hidden" * (m != metrics[0])}>'
-        f'<div class="wide">{plane_svg(drawn[m], m)}</div>'
-        f'<div class="narrow">{plane_svg(drawn[m], m, 400, 420)}</div>{_points_table(drawn[m], m)}</div>'
+        f'<div class="drawing" data-metric="{escape(m.key)}"{" hidden" * (m is not first)}>'
+        f'<div class="wide">{plane_svg(drawn[m.key], m)}</div>'
+        f'<div class="narrow">{plane_svg(drawn[m.key], m, 400, 420)}</div>{_points_table(drawn[m.key], m)}</div>'
         for m in metrics
     )
-    there = {point.defence for point in drawn[metrics[0]]}
+    there = {point.defence for point in drawn[first.key]}
     whys = {line["defence"]: "no accuracy was measured" for line in summary}
     whys |= {cost["defence"]: cost["why"] or "no attack has a figure" for cost in costs}
     absent = [f"{name}: {why}" for name, why in whys.items() if name not in there]
@@ -80,16 +84,17 @@ dashed line is the Pareto front under the strongest attack.</p>
     )
 
 
-def _points_table(some: Sequence[Point], metric: str) -> str:
+def _points_table(some: Sequence[Point], metric: Column) -> str:
     def shown(value: float | None) -> str:
-        return NOTHING if value is None else f"{value:.2f}" if metric == "psnr" else f"{value:.3f}"
+        return metric.text({metric.key: value}) or NOTHING
 
     body = "".join(
         f'<tr><th scope="row">{escape(p.defence)}</th><td>{percent(p.accuracy)}</td><td>{shown(p.plain)}</td>'
         f'<td>{shown(p.adaptive)}</td><td class="text">{escape(p.attack)}</td></tr>'
         for p in some
     )
-    heads = ("Defence", "Accuracy", f"{metric.upper()}, plain", f"{metric.upper()}, adaptive", "Strongest attack")
+    name = escape(metric.head)
+    heads = ("Defence", "Accuracy", f"{name}, plain", f"{name}, adaptive", "Strongest attack")
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     return (
         '<details><summary>The same as a table</summary><div class="scroll"><table class="small">'
@@ -98,18 +103,17 @@ def _points_table(some: Sequence[Point], metric: str) -> str:
 
 
 def summary_section(audit: AuditFolder, lines: Sequence[Mapping[str, Any]]) -> str:
-    """The summary with its filters."""
-    parts = [part for row in audit.rows if not row["failed"] for part in (row["why"] or "").split("; ") if part]
-    whys = dict.fromkeys(part for part in parts if part.startswith(("Metric ", "Images for metric ", "no guess ")))
+    """Return the summary with its filters."""
+    whys = dict.fromkeys(why for row in audit.rows if not row["failed"] for why in row["unmeasured"] or [])
     notes = f"<p>Figures that are missing ({NOTHING}) were not measured:</p>{bullets(list(whys))}" if whys else ""
     return section(
         "table",
         "Summary",
-        f"""<p>One line for each defence, attack and kind of attacker. Intervals are 95 % t intervals over seeds; the
-worst case stands beside the mean. An attack that did not converge might do better with other
-settings: it does not show that the defence holds.</p>
+        f"""<p>One line per defence, attack and kind of attacker. Figures are means over targets and seeds; intervals
+are 95 % t intervals over seeds; the worst case stands beside the mean. An attack that did not converge might do better
+with other settings: it does not show that the defence holds.</p>
 {_filters("summary", lines)}<div class="scroll" tabindex="0" role="group" aria-label="Summary table">
-{summary_table(lines)}</div>{notes}""",
+{summary_table(lines, audit.schema)}</div>{notes}""",
     )
 
 
@@ -130,11 +134,12 @@ def _filters(of: str, lines: Iterable[Mapping[str, Any]]) -> str:
 
 
 def rows_section(audit: AuditFolder) -> str:
-    """The place in which the script draws all rows, page by page."""
+    """Return the table in which the script draws all rows, page by page."""
     return section(
         "rows",
         "All rows",
-        f"""{_filters("all", audit.rows)}<noscript><p>This table needs JavaScript; rows.csv has the same.</p></noscript>
+        f"""{_filters("all", audit.rows)}
+<noscript><p>This table needs JavaScript; rows.csv has the same rows.</p></noscript>
 <div class="scroll" tabindex="0" role="group" aria-label="Table of all rows">
 <table id="all"><thead></thead><tbody></tbody></table></div>
 <div class="controls pager" hidden><button type="button" data-move="-1">← Before</button>
@@ -143,7 +148,7 @@ def rows_section(audit: AuditFolder) -> str:
 
 
 def about_section(audit: AuditFolder, summary: Sequence[Mapping[str, Any]]) -> str:
-    """What the attacker knew, the command, the method, the settings."""
+    """Return what the attacker knew, the command, the method and the settings."""
     values = "".join(
         f"<dt>{escape(key)}</dt>"
         f"<dd>{escape(', '.join(map(str, value)) if isinstance(value, list) else str(value))}</dd>"
@@ -160,7 +165,7 @@ def about_section(audit: AuditFolder, summary: Sequence[Mapping[str, Any]]) -> s
 
 
 def _command(settings: Mapping[str, Any]) -> str:
-    """The command on one line that breaks between options only."""
+    """Return the command as one line that breaks between options only."""
     command = settings.get("command")
     first, *options = (command if isinstance(command, str) else command_of(settings)).split(" --")
     return " ".join([escape(first), *(f"<span>--{escape(option)}</span>" for option in options)])

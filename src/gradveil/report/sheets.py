@@ -12,7 +12,7 @@ from PIL import Image
 
 from gradveil.errors import DataError
 from gradveil.metrics.psnr import CAP
-from gradveil.report.audit_folder import AuditFolder, Cell
+from gradveil.report.audit_folder import AuditFolder, PlannedCell
 from gradveil.storage import load_tensors
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
@@ -26,7 +26,7 @@ BUDGET = 16_000_000
 
 
 @dataclass(frozen=True)
-class Column:
+class Picture:
     """One picture of the truth: which target, which of its images, and its label."""
 
     target: int
@@ -53,7 +53,7 @@ class Line:
 class Gallery:
     """All pictures of the page."""
 
-    columns: tuple[Column, ...] = ()
+    columns: tuple[Picture, ...] = ()
     truth: Pixels = field(default_factory=lambda: np.zeros((1, 0, 1, 1, 1), np.uint8))  # (1, P, C, H, W)
     lines: tuple[Line, ...] = ()
     num_targets: int = 0
@@ -74,7 +74,7 @@ def read_gallery(audit: AuditFolder) -> Gallery:
     groups = dict.fromkeys(cell.line for cell in cells)
     targets, frames = _fit(min(num_targets, TARGETS), num_images, int(np.prod(shape)), len(groups))
     shown = min(num_images, 2 * TARGETS)
-    columns = tuple(Column(t, i, int(labels[t, i])) for t in range(targets) for i in range(shown))
+    columns = tuple(Picture(t, i, int(labels[t, i])) for t in range(targets) for i in range(shown))
     kept = images[:targets, :shown].reshape(1, -1, *shape)
     notes: list[str] = []
     scores = _row_scores(audit) if num_images == 1 else {}
@@ -137,7 +137,7 @@ def _fit(targets: int, images: int, size: int, lines: int) -> tuple[int, int]:
     return targets, frames
 
 
-def _load(audit: AuditFolder, cell: Cell, shape: tuple[int, ...], most: int, notes: list[str]) -> _Piece | None:
+def _load(audit: AuditFolder, cell: PlannedCell, shape: tuple[int, ...], most: int, notes: list[str]) -> _Piece | None:
     """The pictures of a finished cell; None, and a note, where they are not there. A failed cell has none to miss."""
     path = audit.path / "cells" / f"{cell.name}.safetensors"
     if not path.exists() and (cell.name not in audit.done or _failed(audit, cell)):
@@ -159,7 +159,7 @@ def _load(audit: AuditFolder, cell: Cell, shape: tuple[int, ...], most: int, not
         return None
 
 
-def _failed(audit: AuditFolder, cell: Cell) -> bool:
+def _failed(audit: AuditFolder, cell: PlannedCell) -> bool:
     rows = [row for row in audit.rows if row["cell"] == cell.name]
     return bool(rows) and all(row["failed"] for row in rows)
 
@@ -167,7 +167,7 @@ def _failed(audit: AuditFolder, cell: Cell) -> bool:
 def _line(
     group: tuple[str, str, bool, int],
     pieces: Sequence[_Piece],
-    columns: Sequence[Column],
+    columns: Sequence[Picture],
     truth: Pixels,
     scores: Mapping[tuple[object, ...], float | None],
 ) -> Line:

@@ -1,23 +1,29 @@
-"""Rows brought down to lines: what each attack gets out of each defence, and what the defence costs."""
+"""Sum rows up in lines: what each attack recovers under each defence, and what the defence costs."""
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
 from scipy.special import stdtrit
 
+from gradveil.metrics import schema_of
+from gradveil.rows import KINDS, Row, Schema
+
 RECOGNISABLE = 0.5
 """A picture counts as recognisable from this SSIM to the truth."""
 
 
-def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line for each defence, attack and adaptive, in the order in which they first occur.
+def summarise(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
+    """Return one line per defence, attack and kind of attacker, in the order in which they first occur.
 
     Failed rows count only in ``failed``. A row without a guess counts in ``n`` and in no mean. ``psnr`` is the mean of
-    the seeds' means, ``psnr_low`` and ``psnr_high`` its 95 % interval, None for one seed; ``psnr_worst`` is the largest
-    of all rows, for the leak is worst there. Figures that no row has are None. ``not_decoded`` says why none of an
-    attack's guesses was decoded, where the defence hides images.
+    the seeds' means, ``psnr_low`` and ``psnr_high`` its 95 % interval (None for one seed), and ``psnr_worst`` the
+    largest of all rows, where the leak is worst. Figures that no row has are None. ``not_decoded`` says what the
+    attacker lacked to decode what the defence hides, if none of the guesses was decoded, and is "" otherwise.
+
+    Args:
+        rows: the rows of an audit.
+        schema: their columns; by default those of an audit with the standard metrics.
 
     Example:
         >>> row = {"kind": "privacy", "defence": "none", "attack": "gs", "seed": 0, "psnr": 30.0, "ssim": 0.9}
@@ -25,61 +31,65 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         >>> line["n"], line["psnr"], line["psnr_worst"], line["recognisable"]
         (2, 25.0, 30.0, 1)
     """
-    groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("kind", "privacy") == "privacy":
-            key = (row["defence"], row.get("attack") or "", bool(row.get("adaptive")))
-            groups.setdefault(key, []).append(row)
-    return [_line(*key, group) for key, group in groups.items()]
+    schema = schema or schema_of()
+    groups = _grouped(rows, "privacy", schema, lambda row: (row.get("attack") or "", bool(row.get("adaptive"))))
+    return [_line(defence, attack, adaptive, group, schema) for (defence, attack, adaptive), group in groups.items()]
 
 
-def utility(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line for each defence that was trained with: figures are means over the seeds, epsilon the largest."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("kind") == "utility":
-            groups.setdefault(row["defence"], []).append(row)
+def utility(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
+    """Return one line per defence: means over the seeds of what it costs, and the largest epsilon."""
+    schema = schema or schema_of()
     lines = []
-    for defence, group in groups.items():
+    for (defence,), group in _grouped(rows, "utility", schema, lambda row: ()).items():
         whole = [row for row in group if not row.get("failed")]
-        means = {
-            key: mean(whole, key) for key in ("accuracy", "accuracy_sensitive", "round_seconds", "overhead", "rounds")
-        }
         why = "; ".join(dict.fromkeys(row["why"] for row in group if row.get("why")))
-        lines.append({"defence": defence, "seeds": len(whole), **means, **_budget(whole), "why": why})
+        own = {"defence": defence, "seeds": len(whole), **_budget(whole), "why": why}
+        lines.append(schema.row("costs", _means(whole, "costs", schema) | own))
     return lines
 
 
-def membership(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line for each defence and attack on membership: means over rounds and seeds, and the largest area of all."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row.get("kind") == "membership":
-            groups.setdefault((row["defence"], row["attack"]), []).append(row)
-    keys = ("auc", "tpr_at_1_fpr", "advantage", "auc_loss", "auc_confidence", "members", "seconds")
+def membership(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
+    """Return one line per defence and attack on membership: means over rounds and seeds, and the largest AUC.
+
+    Accuracy and overhead are those of the defence, from the utility rows.
+    """
+    schema, rows = schema or schema_of(), list(rows)
+    costs = {cost["defence"]: cost for cost in utility(rows, schema)}
+    priced = set(schema.keys("price"))
     lines = []
-    for (defence, attack), group in groups.items():
+    for (defence, attack), group in _grouped(rows, "membership", schema, lambda row: (row["attack"],)).items():
         whole = [row for row in group if not row.get("failed")]
         right, others = mean(whole, "accuracy_members"), mean(whole, "accuracy_non_members")
-        lines.append(
-            {
-                "defence": defence,
-                "attack": attack,
-                "adaptive": False,
-                "n": len(whole),
-                "seeds": len({row.get("seed") for row in whole}),
-                "failed": len(group) - len(whole),
-                **{key: mean(whole, key) for key in keys},
-                "auc_worst": max((row["auc"] for row in whole if row.get("auc") is not None), default=None),
-                "gap": None if right is None or others is None else right - others,
-                "knows": list(dict.fromkeys(item for row in group for item in row.get("knows") or ())),
-            }
-        )
+        own = {
+            "defence": defence,
+            "attack": attack,
+            "adaptive": False,
+            "n": len(whole),
+            "seeds": len({row.get("seed") for row in whole}),
+            "failed": len(group) - len(whole),
+            "auc_worst": max((row["auc"] for row in whole if row.get("auc") is not None), default=None),
+            "gap": None if right is None or others is None else right - others,
+            "knows": _all_known(group),
+        }
+        price = {key: costs.get(defence, {}).get(key) for key in schema.keys("members") if key in priced}
+        lines.append(schema.row("members", _means(whole, "members", schema) | own | price))
+    return lines
+
+
+def with_costs(summary: Iterable[Mapping[str, Any]], costs: Iterable[Mapping[str, Any]], schema: Schema) -> list[Row]:
+    """Return the lines of the summary, each with what its defence costs."""
+    by_name = {cost["defence"]: cost for cost in costs}
+    lines = []
+    for line in summary:
+        cost = by_name.get(line["defence"], {})
+        price = {key: cost.get(key) for key in schema.keys("price")}
+        budget = {"epsilon_training": cost.get("epsilon"), "delta_training": cost.get("delta")}
+        lines.append({**line, **price, **budget})
     return lines
 
 
 def strongest(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The line whose attack recovers most: the largest share of recognisable pictures, then the highest mean PSNR."""
+    """Return the line whose attack recovers most: by the share of recognisable pictures, then by mean PSNR."""
 
     def recovered(line: Mapping[str, Any]) -> tuple[float, float]:
         psnr = line["psnr"]
@@ -89,7 +99,9 @@ def strongest(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    r"""95 % t interval of the mean, :math:`\bar x \pm t_{0.975, k-1}\, s / \sqrt k`; None for fewer than two values.
+    r"""Return the 95 % t interval of the mean, or None for fewer than two values.
+
+    .. math:: \bar x \pm t_{0.975, k-1}\, s / \sqrt k
 
     Example:
         By hand: of 1, 2, 3 the mean is 2, s = 1, t = 4.303, so 2 ± 2.484.
@@ -104,68 +116,93 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def mean(rows: Iterable[Mapping[str, Any]], key: str) -> float | None:
-    """Mean of the rows that have the figure; None if none has."""
+    """Return the mean over the rows that have the figure, or None if none has."""
     values = [row[key] for row in rows if row.get(key) is not None]
     return fmean(values) if values else None
 
 
-def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _grouped(
+    rows: Iterable[Mapping[str, Any]], kind: str, schema: Schema, key: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """Return the rows of a kind by defence and ``key``. Raise ValueError if a row has a field that is no column."""
+    known = set(schema.keys(*KINDS))
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("kind", "privacy") == kind:
+            if not row.keys() <= known:
+                schema.check(kind, row)
+            groups.setdefault((row["defence"], *key(row)), []).append(row)
+    return groups
+
+
+def _means(rows: Sequence[Mapping[str, Any]], table: str, schema: Schema) -> Row:
+    """Return the means of all columns of a line that are means."""
+    found: Row = {}
+    for column in schema.of(table):
+        if column.mean and column.type == "mapping":
+            mappings = [row[column.key] for row in rows if row.get(column.key)]
+            names = dict.fromkeys(name for each in mappings for name in each)
+            found[column.key] = {name: mean(mappings, name) for name in names} or None
+        elif column.mean:
+            found[column.key] = mean(rows, column.key)
+    return found
+
+
+def _all_known(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(item for row in rows for item in row.get("knows") or ()))
+
+
+def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str, Any]], schema: Schema) -> Row:
     whole = [row for row in group if not row.get("failed")]
     seeds = dict.fromkeys(row.get("seed") for row in whole)
     of_seeds = [mean((row for row in whole if row.get("seed") == seed), "psnr") for seed in seeds]
     psnrs = [value for value in of_seeds if value is not None]
     low, high = interval(psnrs) or (None, None)
-    return {
+    own = {
         "defence": defence,
         "attack": attack,
         "adaptive": adaptive,
         "n": len(whole),
         "seeds": len(seeds),
-        "mse": mean(whole, "mse"),
+        "failed": len(group) - len(whole),
+        "recognisable": _recognisable(whole),
         "psnr": fmean(psnrs) if psnrs else None,
         "psnr_low": low,
         "psnr_high": high,
         "psnr_worst": max((row["psnr"] for row in whole if row.get("psnr") is not None), default=None),
-        "ssim": mean(whole, "ssim"),
-        "lpips": mean(whole, "lpips"),
-        "recognisable": _recognisable(whole),
-        "guessed": mean(whole, "guessed"),
-        "label_accuracy": mean(whole, "label_accuracy"),
         "not_converged": sum(row.get("converged") is False for row in whole),
         "not_decoded": _not_decoded(whole),
+        "knows": _all_known(group),
         **_budget(whole),
-        "certificate": mean(whole, "certificate"),
-        "knows": list(dict.fromkeys(item for row in group for item in row.get("knows") or ())),
-        "seconds": mean(whole, "seconds"),
-        "failed": len(group) - len(whole),
     }
+    return schema.row("summary", _means(whole, "summary", schema) | own)
 
 
 def _recognisable(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """How many are recognisable; None where guesses are there but SSIM was not measured on any.
+    """Return how many targets are recognisable, or None if there are guesses but SSIM was not measured on any.
 
-    Of a batch, images without a guess count as not alike at all.
+    Images of a batch without a guess count with an SSIM of 0.
     """
     measured = [row["ssim"] * _guessed(row) for row in rows if row.get("ssim") is not None]
-    if not measured and any(row.get("psnr") is not None for row in rows):
+    if not measured and any(row.get("psnr") is not None or row.get("guessed") for row in rows):
         return None
     return len([value for value in measured if value >= RECOGNISABLE])
 
 
 def _guessed(row: Mapping[str, Any]) -> float:
-    """The share of a target's images that there is a guess for; rows of earlier versions don't say."""
+    """Return the share of a target's images that have a guess; rows of earlier versions don't say, and get 1."""
     share = row.get("guessed")
     return 1.0 if share is None else float(share)
 
 
 def _not_decoded(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Why no row's guess was decoded, as an attack on images that a defence hides must; "" where one was."""
-    reasons = [re.search(r"not decoded: ([^;]*)", row.get("why") or "") for row in rows]
-    return reasons[0][1] if reasons and reasons[0] and all(reasons) else ""
+    """Return why no row's guess was decoded although the defence hides images; "" if one was."""
+    reasons = [row.get("not_decoded") or "" for row in rows]
+    return reasons[0] if reasons and all(reasons) else ""
 
 
 def _budget(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The largest epsilon with its delta."""
+    """Return the largest epsilon with its delta."""
     spent = [(row["epsilon"], row.get("delta")) for row in rows if row.get("epsilon") is not None]
     epsilon, delta = max(spent, key=lambda pair: pair[0], default=(None, None))
     return {"epsilon": epsilon, "delta": delta}

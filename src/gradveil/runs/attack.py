@@ -24,7 +24,8 @@ from gradveil.engines.devices import defended
 from gradveil.engines.run_folder import RunFolder, to_lines
 from gradveil.engines.simulation import check_output, usable_device
 from gradveil.errors import ConfigError, DataError, RunFolderError, TrainingError
-from gradveil.metrics import METRICS, align, score_targets
+from gradveil.metrics import align, score_targets
+from gradveil.metrics.columns import STANDARD
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import parse_normalisation
 from gradveil.randomness import stream
@@ -242,7 +243,7 @@ def _read_truth(path: Path, seen: Observation, num_examples: int | None) -> Tens
 def _row(seen: Observation, result: Reconstruction, target: int, private: Tensor | None) -> dict[str, Any]:
     """What there is to say of one target."""
     reasons = [result.why[target]] if result.why else []
-    figures: dict[str, float | None] = dict.fromkeys(METRICS)
+    figures: dict[str, float | None] = dict.fromkeys(STANDARD)
     if private is None:
         reasons.append("no truth was given")
     else:

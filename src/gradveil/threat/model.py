@@ -226,6 +226,7 @@ class Reconstruction:
         iterates: (K, T, B, C, H, W) intermediate guesses, for the report; may be empty.
         steps: (K) the step of the search at which each intermediate guess was taken.
         answers: (T) the countermoves and decoders used against a known defence, by name, or "".
+        not_decoded: (T) the decoder that did not run and what it lacked, or "".
     """
 
     images: Tensor
@@ -236,3 +237,4 @@ class Reconstruction:
     iterates: Tensor = field(default_factory=lambda: torch.empty(0))
     steps: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
+    not_decoded: tuple[str, ...] = ()

@@ -63,7 +63,9 @@ def decoded(result: Reconstruction, stages: Stages, seen: Observation, rng: torc
     for stage in stages:
         lacking = stage.lacks(seen)
         if lacking:
-            result = _noted(result, f"not decoded: {stage.name} needs {', '.join(lacking)}")
+            reason = f"{stage.name} needs {', '.join(lacking)}"
+            result = _noted(result, f"not decoded: {reason}")
+            result = replace(result, not_decoded=result.not_decoded or (reason,) * len(result.images))
             continue
         before = result.answers or ("",)
         result = stage.decode(result, seen, rng)

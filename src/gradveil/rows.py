@@ -1,0 +1,351 @@
+"""The one schema of rows: every field of a run's rows, and of the lines that sum them up.
+
+A table is a kind of row (``privacy``, ``utility``, ``membership``, ``round``, ``client``, ``attack``) or a kind of
+line: ``summary`` sums up privacy rows, ``costs`` utility rows, ``members`` membership rows; ``price`` is the part of
+``costs`` that stands beside every line of the summary. To add a field, add its `Column` to `COLUMNS`: files, tables,
+pages and ``--json`` follow. The columns of metrics come from the metrics themselves, see `gradveil.metrics.columns`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+Row = dict[str, Any]
+
+KINDS = ("privacy", "utility", "membership")
+"""The kinds of rows of an audit."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of a table.
+
+    Attributes:
+        key: its name in rows.jsonl, in CSV files and in ``--json``.
+        type: text, flag (yes or no), verdict (yes, no or unknown), index (a whole number), number, texts, numbers
+            (lists), or mapping (numbers by name).
+        head: what stands above the column.
+        help: what the field means, in a sentence without a full stop.
+        format: how a value is written for people, see `Column.text`.
+        leakier: whether a higher value means a larger leak; None if the field does not measure a leak.
+        tables: the tables that have it.
+        mean: whether a line of the summary holds the mean of its rows' values.
+        shown: whether pages show it.
+        later: whether rows may lack it, because earlier versions did not write it or the run had no use for it.
+    """
+
+    key: str
+    type: str
+    head: str
+    help: str = ""
+    format: str = ""
+    leakier: bool | None = None
+    tables: tuple[str, ...] = ()
+    mean: bool = False
+    shown: bool = True
+    later: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the column is sorted and aligned as text."""
+        return self.type not in ("index", "number")
+
+    def text(self, line: Mapping[str, Any], *, short: bool = False) -> str:
+        """Return the field of a row or line as people read it, or "" if it has none.
+
+        Formats of numbers: digits behind the point, ``%`` (a share), ``+%`` (a difference of shares), ``×`` (a
+        multiple), ``g`` (four significant digits), ``of n`` (a count among the line's n), ``interval`` (with the
+        PSNR's 95 % interval) and ``budget`` (an epsilon with its delta). ``short`` leaves out intervals and deltas.
+
+        Example:
+            >>> Column("accuracy", "number", "Accuracy", format="%").text({"accuracy": 0.9691})
+            '96.9 %'
+            >>> Column("knows", "texts", "Attacker knew").text({"knows": ["labels", "defence"]})
+            'labels, defence'
+        """
+        value = line.get(self.key)
+        if value is None:
+            return ""
+        if self.format == "attacker":
+            return "adaptive" if value else "plain"
+        if self.type in ("flag", "verdict"):
+            return "yes" if value else "no"
+        if self.type in ("texts", "numbers"):
+            return ", ".join(map(str, value))
+        if self.type == "mapping":
+            return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
+        return str(value) if self.type == "text" else self._figure(value, line, short)
+
+    def _figure(self, value: float, line: Mapping[str, Any], short: bool) -> str:
+        if self.format == "of n":
+            return f"{value} of {line['n']}"
+        if self.format == "interval":
+            ends = "(1 seed)" if line["psnr_low"] is None else f"[{line['psnr_low']:.2f}, {line['psnr_high']:.2f}]"
+            return f"{value:.2f}" if short else f"{value:.2f} {ends}"
+        if self.format == "budget":
+            delta = line.get(self.key.replace("epsilon", "delta"))
+            return f"{value:.3g}" if delta is None or short else f"{value:.3g} at δ = {delta:.3g}"
+        if self.format.endswith("%"):
+            return f"{100 * value:{self.format[:-1]}.1f} %"
+        if self.format == "×":
+            return f"{value:.2f}×"
+        return f"{value:,.{self.format}f}" if self.format.isdigit() else f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All columns of a run, those of its metrics included.
+
+    Attributes:
+        columns: in the order of files and tables; a key occurs once in each table.
+        metrics: those of `columns` that compare a guess with the truth, one per metric.
+    """
+
+    columns: tuple[Column, ...]
+    metrics: tuple[Column, ...] = ()
+
+    def __post_init__(self) -> None:
+        places = [(table, column.key) for column in self.columns for table in column.tables]
+        twice = next((place for place in places if places.count(place) > 1), None)
+        if twice:
+            raise ValueError(f"A table must have each column once, got {twice[1]!r} twice in {twice[0]}.")
+
+    @cached_property
+    def _tables(self) -> dict[tuple[str, ...], tuple[Column, ...]]:
+        return {}
+
+    def of(self, *tables: str) -> tuple[Column, ...]:
+        """Return the columns of one or several tables, each key once."""
+        if tables not in self._tables:
+            found: dict[str, Column] = {}
+            for table in tables:
+                for column in self.columns:
+                    if table in column.tables:
+                        found.setdefault(column.key, column)
+            self._tables[tables] = tuple(found.values())
+        return self._tables[tables]
+
+    def keys(self, *tables: str) -> list[str]:
+        """Return the keys of one or several tables, each once."""
+        return [column.key for column in self.of(*tables)]
+
+    def column(self, table: str, key: str) -> Column:
+        """Return one column of a table."""
+        return next(column for column in self.of(table) if column.key == key)
+
+    def with_metrics(self, metrics: Iterable[Column]) -> "Schema":
+        """Return the schema with these metrics in place of its own."""
+        new = tuple(metrics)
+        rest = [column for column in self.columns if column not in self.metrics]
+        place = [column.key for column in rest].index(BEHIND_METRICS)
+        return Schema((*rest[:place], *new, *rest[place:]), new)
+
+    def row(self, table: str, values: Mapping[str, Any]) -> Row:
+        """Return a row with its fields in order; fields that may be missing become None.
+
+        Raises:
+            ValueError: a key is no column of the table, or a field is missing.
+        """
+        self.check(table, values)
+        columns = self.of(table)
+        missing = [column.key for column in columns if not column.later and column.key not in values]
+        if missing:
+            raise ValueError(f"A row of table {table!r} must have all its fields, got none of: {', '.join(missing)}.")
+        return {column.key: values.get(column.key) for column in columns}
+
+    def check(self, table: str, values: Mapping[str, Any]) -> None:
+        """Raise ValueError if a key is no column of the table."""
+        unknown = self.unknown(table, values)
+        if unknown:
+            raise ValueError(
+                f"A row of table {table!r} must hold columns of the schema only, got {', '.join(map(repr, unknown))}. "
+                "Add a Column to gradveil.rows."
+            )
+
+    def unknown(self, table: str, values: Mapping[str, Any]) -> list[str]:
+        """Return the keys that are no column of the table."""
+        known = set(self.keys(table))
+        return [key for key in values if key not in known]
+
+    def blank(self, table: str) -> Row:
+        """Return a row of None."""
+        return dict.fromkeys(self.keys(table))
+
+    def read(self, raw: object) -> Row | None:
+        """Return a saved audit row with the fields of all kinds, each in its type; None if it is no row.
+
+        Values of another type, and numbers that are not finite, become None (texts "", flags False, indices 0).
+        """
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("defence"), str):
+            return None
+        if raw.get("kind", "privacy") not in KINDS:
+            return None
+        row = {column.key: _READERS[column.type](raw.get(column.key)) for column in self.of(*KINDS)}
+        return row | {"kind": raw.get("kind", "privacy")}
+
+
+def to_plain(columns: Iterable[Column]) -> list[dict[str, Any]]:
+    """Return columns as JSON values."""
+    return [{key: list(v) if isinstance(v, tuple) else v for key, v in asdict(column).items()} for column in columns]
+
+
+def from_plain(values: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+    """Return the columns that `to_plain` wrote; a TypeError or ValueError if they are none."""
+    columns = tuple(Column(**{**value, "tables": tuple(value["tables"])}) for value in values)
+    if not all(column.type == "number" and isinstance(column.key, str) for column in columns):
+        raise ValueError("A metric's column must hold numbers.")
+    return columns
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _texts(value: object) -> list[str] | None:
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else None
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _numbers(value: object) -> list[float] | None:
+    numbers = [_number(item) for item in value] if isinstance(value, (list, tuple)) else [None]
+    whole = [number for number in numbers if number is not None]
+    return whole if len(whole) == len(numbers) else None
+
+
+def _mapping(value: object) -> dict[str, float] | None:
+    if not isinstance(value, Mapping):
+        return None
+    return {str(name): number for name, item in value.items() if (number := _number(item)) is not None}
+
+
+_READERS = {
+    "text": _text,
+    "flag": lambda value: value is True,
+    "verdict": lambda value: value if isinstance(value, bool) else None,
+    "index": lambda value: value if isinstance(value, int) and not isinstance(value, bool) else 0,
+    "number": _number,
+    "texts": _texts,
+    "numbers": _numbers,
+    "mapping": _mapping,
+}
+
+BEHIND_METRICS = "label_accuracy"
+"""The column before which a run's metrics stand."""
+
+_PRIVACY, _MEMBERS = ("privacy", "summary"), ("membership", "members")
+_COSTS = ("utility", "costs", "price")
+
+COLUMNS = (
+    Column("kind", "text", "Kind", "What the row is about", tables=(*KINDS, "round")),
+    Column("defence", "text", "Defence", tables=(*KINDS, "summary", "costs", "members")),
+    Column("attack", "text", "Attack", tables=(*_PRIVACY, *_MEMBERS)),
+    Column("adaptive", "flag", "Attacker", "adaptive knows the defence, plain does not", "attacker", tables=_PRIVACY),
+    Column("adaptive", "flag", "Attacker", shown=False, tables=("members",)),
+    Column("seed", "index", "Seed", "Seed of everything random", "0", tables=KINDS),
+    Column("target", "index", "Target", "Number of the attacked update", "0", tables=("privacy", "attack")),
+    Column("round", "index", "Round", "", "0", tables=("membership", "round")),
+    Column("client", "index", "Client", "Number of the client", "0", tables=("membership", "client")),
+    Column("n", "index", "n", "Attacked targets, over all seeds", "0", tables=("summary",)),
+    Column("n", "index", "n", "Attacked local models, over all seeds", "0", tables=("members",)),
+    Column("seeds", "index", "Seeds", "Number of seeds", "0", shown=False, tables=("summary", "costs", "members")),
+    Column("failed", "index", "Failed", "Number of failed rows", "0", shown=False, tables=("summary", "members")),
+    Column("recognisable", "index", "Recognisable", "Targets with an SSIM to the truth of at least 0.5; no guess "
+           "counts as 0", "of n", True, ("summary",)),
+    Column("psnr", "number", "PSNR, dB [95 %]", "Mean of the seeds' means, with its t interval over seeds", "interval",
+           True, ("summary",)),
+    Column("psnr_low", "number", "PSNR, low", "Lower end of the interval", "2", shown=False, tables=("summary",)),
+    Column("psnr_high", "number", "PSNR, high", "Upper end of the interval", "2", shown=False, tables=("summary",)),
+    Column("psnr_worst", "number", "Worst PSNR", "Worst case: the largest PSNR of all targets and seeds", "2", True,
+           ("summary",)),
+    Column("label_accuracy", "number", "Labels", "Share of the labels that were recovered, if any was guessed", "%",
+           True, _PRIVACY, mean=True),
+    Column("guessed", "number", "Guessed", "Share of the images that have a guess; metrics are means over these", "%",
+           True, _PRIVACY, mean=True, later=True),
+    Column("converged", "verdict", "Converged", "Whether the attack met its own criterion",
+           tables=("privacy", "attack")),
+    Column("not_converged", "index", "Attack did not converge", "Targets on which the attack did not converge", "of n",
+           tables=("summary",)),
+    Column("attacker_loss", "number", "Attacker's loss", "By which the attack chose its answer", "g",
+           tables=("privacy", "attack")),
+    Column("auc", "number", "AUC", "Area under the ROC curve; 0.5 is guessing", "3", True, _MEMBERS, mean=True),
+    Column("auc_worst", "number", "Worst AUC", "The largest of all rounds and seeds", "3", True, ("members",)),
+    Column("tpr_at_1_fpr", "number", "TPR at 1 % FPR", "Members found while one in a hundred others is taken for a "
+           "member", "%", True, _MEMBERS, mean=True),
+    Column("advantage", "number", "Advantage", "Largest difference of the true and the false positive rate", "3", True,
+           _MEMBERS, mean=True),
+    Column("auc_loss", "number", "AUC, loss", "AUC of a threshold on the loss, which needs the model's outputs", "3",
+           True, _MEMBERS, mean=True),
+    Column("auc_confidence", "number", "AUC, confidence", "AUC of a threshold on the largest probability", "3", True,
+           _MEMBERS, mean=True),
+    Column("gap", "number", "Accuracy gap", "Accuracy on members minus accuracy on others", "+%", True, ("members",)),
+    Column("members", "number", "Members", "Images of the client that were tried, with as many others", "0",
+           tables=_MEMBERS, mean=True),
+    Column("non_members", "number", "Others", "Images of others that were tried", "0", tables=("membership",)),
+    Column("queries", "number", "Queries", "Queries of the model per image", "0", tables=("membership",)),
+    Column("accuracy_members", "number", "Accuracy, members", "", "%", tables=("membership",)),
+    Column("accuracy_non_members", "number", "Accuracy, others", "", "%", tables=("membership",)),
+    Column("roc", "numbers", "ROC curve", "True positive rates", shown=False, tables=("membership",)),
+    Column("images", "index", "Images", "Training images of the client", "0", tables=("client",)),
+    Column("accuracy_own", "number", "Accuracy, own", "On the client's own training images", "%", tables=("client",)),
+    Column("accuracy_test", "number", "Accuracy, test", "On the test images", "%", tables=("client",)),
+    Column("knows", "texts", "Attacker knew", "What the attacker knew beside the model and the update", "note",
+           tables=(*_PRIVACY, "membership", "attack")),
+    Column("knows", "texts", "Attacker knew", shown=False, tables=("members",)),
+    Column("labels", "numbers", "Labels", "Known or guessed labels", tables=("attack",)),
+    Column("countermove", "text", "Countermove", "What the attacker did about the defence", "note",
+           tables=("privacy",), later=True),
+    Column("not_decoded", "text", "Not decoded", "What the attacker lacked to decode what the defence hides", "note",
+           tables=_PRIVACY, later=True),
+    Column("epsilon", "number", "ε", "Privacy budget", "g", True, ("privacy", "utility", "costs")),
+    Column("epsilon", "number", "ε of the update", "Privacy budget of the attacked update", "budget", True,
+           ("summary",)),
+    Column("delta", "number", "δ", "Chance that the privacy budget does not hold", "g",
+           tables=("privacy", "utility", "costs")),
+    Column("delta", "number", "δ of the update", shown=False, format="g", tables=("summary",)),
+    Column("certificate", "number", "Certified distance", "First order, for attackers of the protected layer alone",
+           "2", False, _PRIVACY, mean=True),
+    Column("tripwire", "texts", "Tripwire", "What the tripwire found in an altered model", "note", tables=("privacy",),
+           later=True),
+    Column("epsilon_training", "number", "ε of the training", "Privacy budget of the whole training", "budget", True,
+           ("price",)),
+    Column("delta_training", "number", "δ of the training", shown=False, format="g", tables=("price",)),
+    Column("accuracy", "number", "Accuracy", "Test accuracy after training with the defence", "%",
+           tables=(*_COSTS, "members", "round"), mean=True),
+    Column("accuracy_sensitive", "number", "Sensitive accuracy", "Accuracy on the images that are marked sensitive",
+           "%", tables=(*_COSTS, "round"), mean=True),
+    Column("accuracy_server", "number", "Server's accuracy", "Test accuracy of the server's model with its own random "
+           "private part", "%", tables=("round",), later=True),
+    Column("loss", "number", "Loss", "Loss on the test images", "g", tables=("utility", "round")),
+    Column("lr", "number", "Learning rate", "", "g", tables=("round",)),
+    Column("clients", "index", "Clients", "Clients that trained in the round", "0", tables=("round",), shown=False),
+    Column("tripwire_warnings", "index", "Tripwire warnings", "Clients that found a trap", "0", tables=("round",),
+           later=True),
+    Column("reports", "mapping", "Reports", "Numbers that the defence reported, means over the clients of a round",
+           "note", tables=(*_COSTS, "round"), mean=True, later=True),
+    Column("round_seconds", "number", "s / round", "Seconds per round", "2", tables=_COSTS, mean=True),
+    Column("overhead", "number", "Overhead", "Time of a round, as a multiple of the undefended one", "×",
+           tables=(*_COSTS, "members"), mean=True),
+    Column("rounds", "number", "Rounds", "Rounds of training", "0", shown=False, tables=_COSTS, mean=True),
+    Column("unmeasured", "texts", "Not measured", "Why figures are missing", "note", tables=("privacy",), shown=False,
+           later=True),
+    Column("seconds", "number", "Seconds", "Seconds that the row took", "2", tables=(*KINDS, "round", "attack")),
+    Column("seconds", "number", "s / target", "Seconds that the attack took per target", "2", tables=("summary",),
+           mean=True),
+    Column("seconds", "number", "s / round", "Seconds per attacked round", "2", shown=False, tables=("members",),
+           mean=True),
+    Column("why", "text", "Note", "What was odd, or why the row failed", "note", tables=(*KINDS, "costs", "attack")),
+    Column("failed", "flag", "Failed", "Whether the row could not be worked out", shown=False, tables=KINDS),
+    Column("cell", "text", "Cell", "The piece of the audit that the row belongs to", shown=False, tables=KINDS),
+)  # fmt: skip
+"""All columns but those of metrics. Their order is that of files and tables."""
