@@ -1,4 +1,4 @@
-"""The audit: every defence against every attack, and what each defence costs, in rows."""
+"""The audit: every attack against every defence, and what each defence costs, as rows."""
 
 from gradveil.audits.run import AuditResult, audit
 from gradveil.audits.settings import AuditSettings, make_audit_settings

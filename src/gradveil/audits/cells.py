@@ -48,15 +48,15 @@ def run_cell(
 
 
 def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> None:
-    """Find before any work what would make cells fail: model, partition, defences, what the attacks need to know.
+    """Raise ConfigError before any work if model, partition, defences or the attacks' needs would make cells fail.
 
-    Attacked clients have test images at hand as public ones; those that are trained have ``--aux`` alone.
+    Attacked clients can use test images as public ones; clients that train have those of ``--aux`` only.
     """
     knows = ThreatModel.of(*settings.knows).knows
     secrets = [secret.value for secret in SECRETS if secret in knows and not settings.adaptive]
     if secrets:
         raise ConfigError(
-            f"knows must not name {', '.join(secrets)} without --adaptive, got {'/'.join(settings.knows)}: only an "
+            f"knows must not name {', '.join(secrets)} without --adaptive, got {','.join(settings.knows)}: only an "
             "attacker who knows the defence can use its secrets. Add --adaptive."
         )
     training = settings.training("none", settings.seed)
@@ -68,8 +68,7 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
         several = settings.update == "local" and local_settings(training).num_steps(settings.images) > 1
         if several and Knowledge.ENCODINGS in build_any_attack(spec).needs:
             raise ConfigError(
-                f"Attack {spec!r} is given what the network saw in a single step, got several local ones. "
-                "Leave --update as it is."
+                f"Attack {spec!r} needs updates of a single step, got several local steps. Use --update gradient."
             )
     defences = [build_defence(spec) for spec in settings.defences]
     public = [defence for defence in defences if defence.uses_aux]

@@ -30,7 +30,9 @@ def membership_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root:
     """Train under the defence; return one row per round in which a local model was attacked."""
     attack = build_any_attack(cell.attack)
     if not isinstance(attack, MembershipAttack):
-        raise ConfigError(f"The attack must tell members from others here, got {cell.attack!r}, which rebuilds images.")
+        raise ConfigError(
+            f"A membership cell needs an attack on membership, got {cell.attack!r}, which rebuilds images."
+        )
     training = settings.training(cell.defence, cell.seed)
     common = facts_of(cell) | {"knows": ["labels"], "failed": False}
     found = infer_membership(training, attack, dataset=dataset, data_root=root)
@@ -44,12 +46,12 @@ def infer_membership(
     dataset: Dataset | None = None,
     data_root: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Train, and every few rounds attack the model of a client drawn at random; yields the figures of each.
+    """Train, attack the model of a random client every few rounds, and yield the figures of each attack.
 
-    The server knows a client's model from its update, as far as the defence lets it; what the client keeps to itself is
-    the server's own there. A guard is nobody's victim. Beside the attack's own stand the areas under the curve of two
-    baselines which look at the outputs: the loss (Yeom et al. 2018, https://arxiv.org/abs/1709.01604) and the
-    confidence (Salem et al. 2019, https://arxiv.org/abs/1806.01246).
+    The server knows a client's model from its update, as far as the defence reveals it; for the parts that the client
+    keeps private it uses its own. Guards are not attacked. Two baselines that use the model's outputs are measured too:
+    the loss (Yeom et al. 2018, https://arxiv.org/abs/1709.01604) and the confidence (Salem et al. 2019,
+    https://arxiv.org/abs/1806.01246).
     """
     rounds = attack.measured_rounds(settings.rounds)
     settings = replace(settings, save_rounds=tuple(rounds), eval_every=max(settings.rounds, 1))
@@ -65,12 +67,12 @@ def infer_membership(
 
 
 def _attacked(simulation: Simulation, played: Round, network: nn.Module, attack: MembershipAttack) -> dict[str, Any]:
-    """The figures of one round; without any, and with the reason, where there is nobody or nothing to attack."""
+    """Return the figures of one round, or None for each and the reason if there is nobody or nothing to attack."""
     seed, number = simulation.settings.seed, played.number
     guards = simulation.defence.early_clients(simulation.settings.clients)
     clients = [client for client in played.clients if client not in guards]
     if not clients:
-        return dict.fromkeys(FIGURES) | {"why": "no client but the guard trained in this round"}
+        return dict.fromkeys(FIGURES) | {"why": "only guards trained in this round"}
     rng = stream(seed, "membership", number)
     order = torch.randperm(simulation.settings.clients, generator=rng).tolist()  # the same under every defence
     victim = next(client for client in order if client in clients)
@@ -87,11 +89,11 @@ FIGURES = (
     "client", "auc", "tpr_at_1_fpr", "advantage", "auc_loss", "auc_confidence", "members", "non_members", "queries",
     "accuracy_members", "accuracy_non_members", "roc",
 )  # fmt: skip
-"""What is measured in a round."""
+"""The figures of a round."""
 
 
 def load_local_model(network: nn.Module, played: Round, client: int) -> None:
-    """Put the model that the server knows of a client into a network: what it sent out, and what came back of it."""
+    """Load into a network what the server knows of a client's model: the model it sent plus the client's update."""
     update = played.recovered[client]
     change = {**update.tensors, **update.buffers}
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
@@ -101,10 +103,10 @@ def load_local_model(network: nn.Module, played: Round, client: int) -> None:
 
 
 def alike(own: Batch, others: Batch, most: int, rng: torch.Generator) -> tuple[Batch, Batch]:
-    """At most so many of a client's images, and as many others with the same number of each class, all at random.
+    """Draw at most ``most`` of a client's images, and as many others with the same number of each class.
 
-    A client's classes are often few, and training moves its model towards them: were the others of all classes, the
-    class alone would tell who is a member.
+    A client often has few classes, and training moves its model towards them: if the others came from all classes, the
+    class alone would reveal the members.
     """
     mine = torch.randperm(len(own), generator=rng)[:most]
     theirs = torch.randperm(len(others), generator=rng)
@@ -120,7 +122,7 @@ def alike(own: Batch, others: Batch, most: int, rng: torch.Generator) -> tuple[B
 def _compared(
     network: nn.Module, attack: MembershipAttack, members: Batch, others: Batch, rng: torch.Generator
 ) -> dict[str, Any]:
-    """Score members and others in one batch, in random order and without marks, and compare their scores."""
+    """Score members and others in one batch, shuffled and unmarked, and compare their scores."""
     count = len(members) + len(others)
     order = torch.randperm(count, generator=rng)
     is_member = (torch.arange(count) < len(members))[order]
@@ -137,7 +139,7 @@ def _compared(
     split = scores[is_member], scores[~is_member]
     return {
         "auc": area(*split),
-        "tpr_at_1_fpr": found_at(*split) if len(others) >= 100 else None,  # one in a hundred needs a hundred
+        "tpr_at_1_fpr": found_at(*split) if len(others) >= 100 else None,  # a rate of 1 % needs a hundred images
         "advantage": advantage(*split),
         "auc_loss": area(-losses[is_member], -losses[~is_member]),
         "auc_confidence": area(confidences[is_member], confidences[~is_member]),

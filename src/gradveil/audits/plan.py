@@ -1,4 +1,4 @@
-"""Which cells an audit has: the pieces that are worked on, saved and resumed as a whole."""
+"""The cells of an audit: the pieces of work that are run, saved and resumed as a whole."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -12,22 +12,22 @@ from gradveil.threat import Knowledge
 Rows = list[dict[str, Any]]
 
 SLICE = 16
-"""Targets of a cell: many are attacked at once, and two cores have something to share."""
+"""Targets per cell: enough to attack at once, few enough to share the work between two cores."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One defence under one attack with one seed, for some of the targets if it has any; or the training under one.
+    """One attack on one defence with one seed, for some of the targets; or the training under one defence.
 
     Attributes:
-        name: of its files.
+        name: the name of its files.
         kind: privacy, utility or membership.
-        defence: the defence's text.
-        seed: of everything random.
-        attack: the attack's text; "" in a training.
+        defence: the defence's spec.
+        seed: the seed of everything random.
+        attack: the attack's spec; "" for a training.
         adaptive: whether the attacker knows the defence.
         first: the first target.
-        last: the one behind the last.
+        last: one more than the last target.
     """
 
     name: str
@@ -41,22 +41,22 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
+        """What the cell does, for people."""
         if self.kind == "utility":
             return f"training under {self.defence}"
         return f"{self.attack} on {self.defence}{' (adaptive)' if self.adaptive else ''}"
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in plan.json."""
+        """Return the cell as plan.json holds it."""
         facts = asdict(self)
         return facts | {"targets": [facts.pop("first"), facts.pop("last")]}
 
 
 def plan(settings: AuditSettings) -> list[Cell]:
-    """All cells, in the order of the rows: for each seed and defence its training, then its attacks.
+    """Return all cells in the order of the rows: for each seed and defence first its training, then its attacks.
 
-    An attack on membership has one cell for all its rounds. A defence that names no countermove has nothing to know,
-    and an attack that does not adapt has no use for it: then only the plain attack is run.
+    An attack on membership has one cell for all its rounds. Only the plain attack is run if the defence names no
+    countermove, or if the attack does not adapt.
     """
     cells: list[Cell] = []
     for seed in settings.all_seeds:
@@ -80,7 +80,7 @@ def plan(settings: AuditSettings) -> list[Cell]:
 
 
 def num_rows(cell: Cell, settings: AuditSettings) -> int:
-    """How many rows a cell has when it is finished."""
+    """Return the number of rows of a finished cell."""
     attack = build_any_attack(cell.attack) if cell.kind == "membership" else None
     if isinstance(attack, MembershipAttack):
         return len(attack.measured_rounds(settings.rounds))
@@ -88,7 +88,7 @@ def num_rows(cell: Cell, settings: AuditSettings) -> int:
 
 
 def facts_of(cell: Cell) -> dict[str, Any]:
-    """What every row of a cell says of itself."""
+    """Return the fields that all rows of a cell share."""
     facts: dict[str, Any] = {"kind": cell.kind, "defence": cell.defence, "seed": cell.seed, "cell": cell.name}
     if cell.kind == "utility":
         return facts
@@ -96,5 +96,5 @@ def facts_of(cell: Cell) -> dict[str, Any]:
 
 
 def finite(value: float | None) -> float | None:
-    """The value, or None where JSON has no word for it."""
+    """Return the value, or None if it is not finite, which JSON can't hold."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Cells on all cores: worker processes with one torch thread each, which save what they finish themselves."""
+"""Run cells on all cores: worker processes with one torch thread each, which save the cells that they finish."""
 
 import contextlib
 import json
@@ -31,9 +31,9 @@ from gradveil.storage import load_tensors, to_safetensors, write_atomic
 
 Finished = Callable[[Cell, Rows], None]
 Progress = Callable[[float, str], None]
-"""Called with the number of cells done, running ones counted by their share, and what is being done."""
+"""Called with the number of cells done (a running cell counts by its share), and what is being done."""
 TICK = 0.2
-"""Seconds between two looks at how far the workers are."""
+"""Seconds between two checks of the workers' progress."""
 
 
 def work_through(
@@ -47,7 +47,7 @@ def work_through(
     finished: Finished,
     progress: Progress,
 ) -> None:
-    """Work out cells and save each in ``out``; results do not depend on the number of workers."""
+    """Run cells and save each to ``out``. Results do not depend on the number of workers."""
     if workers:
         _in_workers(cells, settings, out, workers, data_root, finished, progress)
         return
@@ -62,17 +62,17 @@ def _show(progress: Progress, number: int, title: str, share: float) -> None:
 
 
 def _worked(cell: Cell, settings: AuditSettings, dataset: Dataset, data_root: Path | None, out: Path) -> Rows:
-    """Work out a cell and save it; what its clients kept is for another try alone."""
+    """Run a cell, save it, and delete its clients' private files, which only a repeated try would need."""
     clients = out / "clients" / cell.name
     rows = _save(cell, *run_cell(cell, settings, dataset, data_root, clients), out)
     shutil.rmtree(clients, ignore_errors=True)
-    with contextlib.suppress(OSError):  # other cells' clients may be at work
+    with contextlib.suppress(OSError):  # clients of other cells may be training
         clients.parent.rmdir()
     return rows
 
 
 def _save(cell: Cell, rows: Rows, pictures: dict[str, Tensor], out: Path) -> Rows:
-    """Pictures first, rows last: where a cell's rows are, all of it is there."""
+    """Save pictures first and rows last, so that a cell with rows is complete; return the rows."""
     if pictures:
         write_atomic(out / "cells" / f"{cell.name}.safetensors", to_safetensors(pictures))
         truth = load_tensors(out / "truth.safetensors")["images"][cell.first : cell.last]
@@ -95,7 +95,7 @@ def _in_workers(
     finished: Finished,
     progress: Progress,
 ) -> None:
-    """One cell a worker at a time. A lost worker takes its own cell with it, and another one starts in its place."""
+    """Give each worker one cell at a time. If a worker is lost, its cell fails and a new worker starts."""
     waiting, done = deque(cells), 0
     task = _Task(settings, out, data_root, os.getpid())
     workers = [_Worker(task) for _ in range(count)]
@@ -106,7 +106,7 @@ def _in_workers(
                     if worker.takes(waiting[0]):
                         waiting.popleft()
                     else:
-                        workers[index] = _Worker(task)  # it was lost while it had nothing to do
+                        workers[index] = _Worker(task)  # it was lost while idle
             busy = {worker.connection: worker for worker in workers if worker.cell is not None}
             for connection in wait(list(busy), TICK):
                 worker = busy[cast(Connection, connection)]
@@ -114,8 +114,10 @@ def _in_workers(
                 if rows is None:
                     continue
                 cell, worker.cell, worker.share = cast(Cell, worker.cell), None, 0.0
-                if not rows:  # the worker is gone
-                    why = "WorkerError: the worker process was lost, perhaps for want of memory"
+                if not rows:  # the worker was lost
+                    why = (
+                        "WorkerError: the worker process was lost, perhaps because memory ran out. Use fewer --workers"
+                    )
                     rows = _save(cell, failed_rows(cell, why, settings), {}, out)
                     workers[workers.index(worker)] = _Worker(task)
                 finished(cell, rows)
@@ -129,7 +131,7 @@ def _in_workers(
 
 @dataclass(frozen=True)
 class _Task:
-    """What every worker is given."""
+    """What every worker gets."""
 
     settings: AuditSettings
     out: Path
@@ -138,7 +140,7 @@ class _Task:
 
 
 class _Worker:
-    """The near side of a worker process: one pipe, through which cells go out, and shares and rows come back."""
+    """The parent's end of a worker process: a pipe that sends cells and returns progress and rows."""
 
     def __init__(self, task: _Task) -> None:
         context = multiprocessing.get_context("spawn")
@@ -150,7 +152,7 @@ class _Worker:
         self.share = 0.0
 
     def takes(self, cell: Cell) -> bool:
-        """Hand out a cell; False if nobody is there to take it."""
+        """Send a cell; return False if the worker was lost."""
         try:
             self.connection.send(cell)
         except OSError:
@@ -159,7 +161,7 @@ class _Worker:
         return True
 
     def hears(self) -> Rows | None:
-        """What came: None of a cell that goes on, its rows when it is done, no rows if the worker is gone."""
+        """Return the rows of a finished cell, None if the cell is still running, or [] if the worker was lost."""
         try:
             message: float | Rows = self.connection.recv()
         except (EOFError, OSError):
@@ -171,7 +173,7 @@ class _Worker:
 
 
 def _serve(connection: Connection, task: _Task) -> None:
-    """The far side: work out cells until the process that sends them is gone, even if that was killed."""
+    """Run cells in the worker process until the parent ends, even if it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The privacy cell of an audit: some clients' updates under a defence, attacked at once and scored."""
+"""The privacy cell of an audit: attack the updates of some clients at once, and score the guesses."""
 
 import dataclasses
 import time
@@ -31,13 +31,13 @@ from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 
 ITERATES = 12
-"""Pictures on the way that are kept of an attack which keeps any."""
+"""Intermediate pictures to keep of an attack that can keep any."""
 GUARDED = 64
-"""Images of a guard that trains locally, at most."""
+"""Images at most of a guard that trains locally."""
 PUBLIC_IMAGES = 500
 """Test images that stand for public data of the same kind."""
 SECRETS = (Knowledge.KEY, Knowledge.LOCK, Knowledge.PRIVATE_STATE)
-"""What is of use only to an attacker who knows the defence that it is the secret of."""
+"""Secrets of a defence, useless to an attacker who does not know the defence."""
 
 
 def attack_cell(
@@ -73,7 +73,7 @@ def attack_cell(
 
 
 def refuse_known(attacks: Iterable[Attack], private: list[Batch], dataset: Dataset) -> None:
-    """An error where an attack was prepared on a target."""
+    """Raise ConfigError if an attack was prepared on a target."""
     for attack in attacks:
         known = attack.prepared_on(dataset.shape, dataset.num_classes)
         targets = image_keys(torch.cat([batch.images for batch in private]).numpy()).tolist() if known else []
@@ -86,7 +86,7 @@ def refuse_known(attacks: Iterable[Attack], private: list[Batch], dataset: Datas
 
 
 def _certified(cell: Cell, seen: Observation, private: list[Batch], defence: Defence) -> list[float | None]:
-    """The least distance that the defence certifies for any image of each target, whose batch was its own."""
+    """Return the least distance that the defence certifies for any image of each target, from its own batch."""
     device = next(seen.network.parameters()).device
     found = [
         defence.certificate(seen.network, batch.to(device), stream(cell.seed, "certificate", cell.first + number))
@@ -96,10 +96,10 @@ def _certified(cell: Cell, seen: Observation, private: list[Batch], defence: Def
 
 
 def _alarms(seen: Observation, private: list[Batch]) -> list[list[str] | None]:
-    """What the tripwire tells each client of an altered model, by its images alone; None of an honest one.
+    """Return what the tripwire finds in an altered model with each client's images, or None if the model is honest.
 
-    The architecture is not compared: a client that compares it finds every layer that was put in. What stands behind
-    the rows to keep the network working is left out, for an attack could do without.
+    The architecture is not compared: a client that compares it finds every inserted layer. Findings in the layers that
+    only keep the network working behind the inserted rows are left out, since an attack could do without them.
     """
     if not seen.knows(Knowledge.ALTERS_MODEL):
         return [None] * len(private)
@@ -117,7 +117,7 @@ def observed(
     attack: Attack | None,
     root: Path | None,
 ) -> Observation:
-    """What a server sees of these clients: each sends one update from the network that all received.
+    """Return what a server sees of these clients, each of which sends an update of the network that all received.
 
     ``attack`` may alter that network.
     """
@@ -153,26 +153,28 @@ def observed(
 
 
 def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, defence: Defence) -> Batch:
-    """Public images for the defence: those of ``aux``, else the last test images that are nobody's."""
+    """Return public images for the defence: those of ``aux``, or the last test images that are not private."""
     if settings.aux:
         split = joined(dataset, load_dataset(settings.aux, root), labelled=defence.aux_labels)
         chosen = np.arange(len(dataset.train), len(split))[:PUBLIC_IMAGES]
     else:
         split, chosen = dataset.test, _nobodys(dataset)[-PUBLIC_IMAGES:]
         if not len(chosen):
-            raise ConfigError("Public images must be none of the private ones, got a test set of such. Give --aux.")
+            raise ConfigError(
+                "Public images must not be private ones, got only test images that are also training images. Add --aux."
+            )
     return to_batch(split.images[chosen], split.labels[chosen])
 
 
 def _nobodys(dataset: Dataset) -> np.ndarray:
-    """Places of the test images that are not among the training images."""
+    """Return the positions of the test images that are not among the training images."""
     return np.flatnonzero(~np.isin(image_keys(dataset.test.images), image_keys(dataset.train.images)))
 
 
 def _guards(settings: AuditSettings, defence: Defence, aux: Batch | None) -> list[Batch]:
-    """The images of the defence's guards, out of the public ones.
+    """Return the images of the defence's guards, taken from the public ones.
 
-    A guard sends the gradient of as many images as the others do; its local training has more.
+    If clients send gradients, a guard has as many images as they have; if they train locally, it has more.
     """
     count = len(defence.early_clients(settings.clients))
     if not count or aux is None:
@@ -188,7 +190,7 @@ def _protocol(settings: AuditSettings, cell: Cell) -> Protocol:
 
 
 def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:
-    """How the attacked clients train: one gradient of all their images, or as in the training."""
+    """Return how the attacked clients train: one gradient of all their images, or as in the training."""
     if settings.update == "gradient":
         return ONE_GRADIENT
     how = local_settings(settings.training(cell.defence, cell.seed))
@@ -196,13 +198,13 @@ def _local(settings: AuditSettings, cell: Cell) -> LocalSettings:
 
 
 def _public(dataset: Dataset, device: torch.device) -> Batch:
-    """Test images, which are nobody's private ones."""
+    """Return test images that are not private."""
     free = _nobodys(dataset)[:PUBLIC_IMAGES]
     return to_batch(dataset.test.images[free], dataset.test.labels[free]).to(device)
 
 
 def _class_averages(dataset: Dataset, device: torch.device) -> Tensor:
-    """(classes, C, H, W): the mean test image of each class; of all where a class has none."""
+    """Return the mean test image of each class, (classes, C, H, W); of all images if a class has none."""
     images, labels = to_unit(dataset.test.images), torch.from_numpy(dataset.test.labels)
     means = [images[labels == c] if bool((labels == c).any()) else images for c in range(dataset.num_classes)]
     return torch.stack([some.mean(0) for some in means]).to(device)
@@ -234,7 +236,7 @@ def _found(result: Reconstruction, number: int, private: Batch, guess: Tensor) -
 
 
 def _pictures(truth: Tensor, guess: Tensor, result: Reconstruction) -> dict[str, Tensor]:
-    """Guesses and iterates as bytes, in the order of the truth."""
+    """Return guesses and intermediate pictures as bytes, in the order of the truth."""
     steps = result.iterates.cpu() if result.iterates.numel() else guess.new_empty(0, *guess.shape)
     ways = [torch.stack([align(*pair) for pair in zip(truth, step, strict=True)]) for step in steps[:-1]]
     iterates = torch.stack([*ways, guess]) if len(steps) else steps
@@ -248,13 +250,13 @@ def _pictures(truth: Tensor, guess: Tensor, result: Reconstruction) -> dict[str,
 
 
 def private_batches(settings: AuditSettings, dataset: Dataset) -> list[Batch]:
-    """The private images of all targets, one batch each: drawn from the training images by the first seed."""
+    """Return the private images, one batch per target, drawn from the training images by the first seed."""
     wanted, there = settings.targets * settings.images, len(dataset.train)
     if wanted > there:
         raise ConfigError(
             f"targets times images must be at most the {there:,} training images, got {wanted:,}. Lower --targets."
         )
     order = np.random.default_rng(derive_seed(settings.seed, "targets")).permutation(there)[:wanted]
-    marks = np.ones(wanted, bool)  # whoever is attacked would have marked it
+    marks = np.ones(wanted, bool)  # a client would mark the images that are attacked
     whole = to_batch(dataset.train.images[order], dataset.train.labels[order], marks)
     return [whole[slice(start, start + settings.images)] for start in range(0, wanted, settings.images)]

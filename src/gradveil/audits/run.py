@@ -31,9 +31,9 @@ from gradveil.rows import Schema, to_plain
 from gradveil.storage import save_tensors, write_atomic
 
 Progress = Callable[[float, int, str], None]
-"""Called with the cells done (running ones count by their share), their number, and what is being done."""
+"""Called with the cells done (a running cell counts by its share), their number, and what is being done."""
 EVERY = 5.0
-"""Seconds between two rewritings of rows.jsonl while the audit runs."""
+"""Seconds between two updates of rows.jsonl while the audit runs."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ def audit(
 def _begin(
     folder: RunFolder, settings: AuditSettings, dataset: Dataset, cells: Sequence[Cell], *, resume: bool
 ) -> dict[str, Rows]:
-    """Claim the folder; returns the rows of the cells that are finished there."""
+    """Claim the folder and return the rows of the cells that are finished in it."""
     if folder.holds_run() and not resume:
         raise RunFolderError(
             f"{folder.path} must be new or empty, got a folder that holds a run. "
-            "Add --resume to go on with it, or choose another --out."
+            "Add --resume to continue it, or choose another --out."
         )
     private = private_batches(settings, dataset)
     attacks = [build_any_attack(spec) for spec in settings.attacks]
@@ -148,7 +148,7 @@ def _begin(
     files = [settings.weights, *(file for spec in specs for file in own_files(spec))]
     identity = {"data": fingerprint(dataset, files), "settings": _hash(settings)}
     _check_same(folder.path, settings, identity)
-    for part in folder.path.rglob(".*.part"):  # the rest of a write that was killed
+    for part in folder.path.rglob(".*.part"):  # left by a write that was killed
         part.unlink(missing_ok=True)
     facts = {"kind": "audit", "command": command_of(asdict(settings), asdict(AuditSettings()))}
     write_atomic(folder.path / "settings.toml", tomli_w.dumps(facts).encode() + to_toml(settings))

@@ -22,36 +22,40 @@ LISTS = ("defences", "attacks", "knows", "metrics")
 
 @dataclass(frozen=True)
 class AuditSettings:
-    """All that decides the result of ``gradveil audit``. The command line has one option for each field."""
+    """Everything that decides the result of ``gradveil audit``. The command line has one option per field."""
 
     dataset: str = setting("mnist-5k", "A named set (gradveil list datasets), a .npz file or a folder of pictures.")
     model: str = setting("lenet-dlg", "A model of the zoo (gradveil list models) or your own file.py:factory.")
     defences: tuple[str, ...] = setting(
-        ("none",), "Defences, a list a,b:key=value; a+b chains two. `none` is always among them."
+        ("none",), "Defences, a list a,b:key=value; a+b chains two. `none` is always included."
     )
     attacks: tuple[str, ...] = setting(("gs",), "Attacks, a list (gradveil list attacks).")
     adaptive: bool = setting(False, "Run each attack a second time with knowledge of the defence.")
-    targets: int = setting(8, "Updates that are attacked, each of a client of its own.")
-    images: int = setting(1, "Private images behind each of these updates.")
-    looks: int = setting(1, "Rounds of each client that the server sees, on the same weights; decoders want many.")
-    update: str = setting("gradient", "What is attacked: gradient (one, of all images), or local (local training).")
-    knows: tuple[str, ...] = setting(
-        ("labels", "num-examples"), "What the attacker knows beside model and update: labels,num-examples,..."
+    targets: int = setting(8, "Number of attacked updates, each of a different client.")
+    images: int = setting(1, "Private images per attacked update.")
+    looks: int = setting(1, "Rounds of each client that the server sees, on the same weights; decoders need many.")
+    update: str = setting(
+        "gradient", "What is attacked: gradient (one gradient of all images), or local (local training)."
     )
-    seeds: int = setting(1, "How many seeds: everything is repeated with seed, seed + 1, ...")
-    seed: int = setting(0, "The first seed: of the model, the clients, the attacks; it also chooses the targets.")
+    knows: tuple[str, ...] = setting(
+        ("labels", "num-examples"), "What the attacker knows beside the model and the update: labels,num-examples,..."
+    )
+    seeds: int = setting(1, "Number of seeds: everything is repeated with seed, seed + 1, ...")
+    seed: int = setting(0, "The first seed, for the model, the clients and the attacks; it also chooses the targets.")
     metrics: tuple[str, ...] = setting(STANDARD, "Metrics, a list (gradveil list metrics), or your own file.py:Class.")
     weights: str = setting("", "Attack and train from these weights (safetensors).")
     normalise: str = setting("dataset", "Input normalisation: dataset, imagenet, none, or mean/std as 0.5/0.5.")
-    rounds: int = setting(20, "Rounds of training under each defence, for its price; 0 trains nothing.")
-    clients: int = setting(10, "Clients of that training.")
-    sampled: int = setting(0, "Clients that train in a round; 0 is all.")
-    partition: str = setting("iid", "How training images are dealt: iid, by-class, label-parts, dirichlet.")
-    aux: str = setting("", "Data set of public images, for defences that use some; a guard trains on them.")
+    rounds: int = setting(20, "Rounds of training under each defence, to measure its cost; 0 trains nothing.")
+    clients: int = setting(10, "Number of clients in that training.")
+    sampled: int = setting(0, "Clients per round; 0 is all.")
+    partition: str = setting(
+        "iid", "How training images are split among clients: iid, by-class, label-parts, dirichlet."
+    )
+    aux: str = setting("", "Data set of public images for defences that need some; a guard trains on them.")
     sensitive: str = setting("0.1", "Images marked sensitive: a fraction of each client's, or positions 0/5/7.")
-    algorithm: str = setting("fedavg", "Of that training: fedavg, or fedsgd.")
-    epochs: int = setting(1, "Local epochs a round.")
-    batch_size: int = setting(32, "Images a local step; 0 is all of the client's.")
+    algorithm: str = setting("fedavg", "Algorithm of that training: fedavg or fedsgd.")
+    epochs: int = setting(1, "Local epochs per round.")
+    batch_size: int = setting(32, "Images per local step; 0 is all images of the client.")
     lr: float = setting(0.05, "Learning rate of the clients' SGD.")
     momentum: float = setting(0.9, "Momentum of the clients' SGD.")
     weight_decay: float = setting(0.0, "L2 penalty of the clients' SGD.")
@@ -61,7 +65,7 @@ class AuditSettings:
     def __post_init__(self) -> None:
         for kind, specs in (("defences", self.defences), ("attacks", self.attacks), ("metrics", self.metrics)):
             if not specs:
-                raise ConfigError(f"{kind} must name at least one, got an empty list.")
+                raise ConfigError(f"{kind} must name at least one, got an empty list. Add --{kind} with a name.")
         object.__setattr__(self, "defences", _once(build_defence, ["none", *self.defences]))
         object.__setattr__(self, "attacks", _once(build_any_attack, self.attacks))
         object.__setattr__(self, "metrics", _once(build_metric, self.metrics))
@@ -69,7 +73,7 @@ class AuditSettings:
         inferring = [spec for spec in self.attacks if isinstance(build_any_attack(spec), MembershipAttack)]
         if inferring and not self.rounds:
             raise ConfigError(
-                f"rounds must be at least 1 for attack {inferring[0]!r}, which is after trained models, got 0. "
+                f"rounds must be at least 1 for attack {inferring[0]!r}, which attacks trained models, got 0. "
                 "Raise --rounds, or drop the attack."
             )
         in_range("targets", self.targets, 1, 100_000)
@@ -79,7 +83,9 @@ class AuditSettings:
         in_range("seed", self.seed, 0, 2**62)
         one_of("update", self.update, ["gradient", "local"])
         if "defence" in self.knows:
-            raise ConfigError("knows must not name 'defence', which --adaptive grants in its own rows, got it there.")
+            raise ConfigError(
+                "knows must not name 'defence', got it there. Add --adaptive, which grants it in rows of their own."
+            )
         ThreatModel.of(*self.knows)
         self.training("none", self.seed)
 
@@ -95,11 +101,11 @@ class AuditSettings:
 
     @property
     def all_seeds(self) -> range:
-        """The seeds, one repetition each."""
+        """The seeds, one per repetition."""
         return range(self.seed, self.seed + self.seeds)
 
     def training(self, defence: str, seed: int) -> TrainSettings:
-        """The settings of the training that measures a defence's price."""
+        """Return the settings of the training that measures what a defence costs."""
         mine = {field.name for field in fields(self)}
         same = {field.name: getattr(self, field.name) for field in fields(TrainSettings) if field.name in mine}
         aux = self.aux if build_defence(defence).uses_aux else ""
@@ -107,7 +113,7 @@ class AuditSettings:
 
 
 def _once(build: Callable[[str], Component], specs: Iterable[str]) -> tuple[str, ...]:
-    """Texts that build different components, each as it was written first."""
+    """Return the specs of different components, each as it was first written."""
     found: dict[Component, str] = {}
     for spec in specs:
         found.setdefault(build(spec), spec)
@@ -115,7 +121,7 @@ def _once(build: Callable[[str], Component], specs: Iterable[str]) -> tuple[str,
 
 
 def make_audit_settings(values: Mapping[str, object]) -> AuditSettings:
-    """Settings from texts or TOML values; lists may be texts with commas. An unknown key is an error."""
+    """Build settings from texts or TOML values; lists may be texts with commas. An unknown key is an error."""
     split = {
         key: split_specs(value) if key in LISTS and isinstance(value, str) else value
         for key, value in values.items()

@@ -17,15 +17,16 @@ from gradveil.progress import tell
 from gradveil.storage import forget_states
 
 TIMED_ROUNDS = 9
-"""Rounds in which `none` trains too, in turns with the defence, for the ratio of their times."""
+"""Rounds in which `none` trains too, alternating with the defence, to compare their times."""
 
 
 def price_cell(
     cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, clients: Path | None = None
 ) -> Rows:
-    """Train under the defence; in the first rounds `none` trains too, in turns, so that a noisy machine hits both.
+    """Train under the defence and return one row with its accuracy, time and privacy budget.
 
-    ``clients`` is where clients keep their private files; what an earlier try made of their images is used again.
+    In the first rounds `none` trains too, alternating with the defence, so that a busy machine slows both alike.
+    ``clients`` is the folder of the clients' private files; defended images of an earlier try are used again.
     """
     training = settings.training(cell.defence, cell.seed)
     training = dataclasses.replace(training, eval_every=training.rounds)
@@ -43,7 +44,7 @@ def price_cell(
             undefended = Simulation(dataclasses.replace(training, defence="none", aux=""), workers=0, dataset=dataset)
             runs.append((stack.enter_context(undefended), plain))
         for number in range(1, training.rounds + 1):
-            for run, seconds in reversed(runs) if number % 2 else runs:  # who goes first changes
+            for run, seconds in reversed(runs) if number % 2 else runs:  # they take turns to go first
                 if run is simulation or number <= TIMED_ROUNDS:
                     last = run.step(number)[0]
                     seconds.append(float(str(last["seconds"])))
@@ -70,15 +71,15 @@ def price_cell(
 
 
 def _protected(simulation: Simulation) -> str:
-    """What the price is of, where a defence protects marked images alone."""
+    """Return which images a defence of marked images protects, or "" if it protects all."""
     if not simulation.defence.marked_only:
         return ""
     share = float(simulation.data.sensitive.mean())
-    return f"{share:.0%} of the images are marked, and only these have all of its protection (--sensitive)"
+    return f"{share:.0%} of the images are marked (--sensitive), and only these are fully protected"
 
 
 def _worst_budget(simulation: Simulation) -> Budget | None:
-    """The guarantee of the client that gives away most, if it trains in every round."""
+    """Return the weakest guarantee of any client that trains in every round, or None if there is none."""
     how, rounds = local_settings(simulation.settings), simulation.settings.rounds
     entries = sum(p.numel() for p in simulation.net.module.parameters() if p.requires_grad)
     budgets = [simulation.defence.budget(how.releases(size, rounds, entries)) for size in set(simulation.sizes)]

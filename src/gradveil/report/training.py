@@ -3,7 +3,7 @@
 import base64
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from html import escape
 from pathlib import Path
@@ -11,7 +11,9 @@ from typing import Any
 
 from gradveil.config import TrainSettings, make_train_settings, read_settings
 from gradveil.errors import RunFolderError
+from gradveil.metrics import schema_of
 from gradveil.report.curves import draw_curves
+from gradveil.rows import Column
 from gradveil.storage import write_atomic
 
 _STYLE = """
@@ -28,9 +30,6 @@ pre { background: var(--soft); padding: .8rem; border-radius: 6px; white-space: 
 """
 
 
-ROUNDS = ("round", "accuracy", "accuracy_sensitive", "accuracy_server", "loss", "lr", "tripwire_warnings", "seconds")
-
-
 def write_page(
     out: Path,
     settings: TrainSettings,
@@ -38,7 +37,7 @@ def write_page(
     clients: Sequence[Mapping[str, Any]],
     note: str,
 ) -> Path:
-    """Write ``report.html`` into ``out`` from the rows and the curves that are there; returns its path."""
+    """Write ``report.html`` to ``out``, with the rows and the folder's ``curves.png``; return its path."""
     picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
     worst = sorted(clients, key=lambda row: row["accuracy_own"])[:50]
     page = f"""<!doctype html>
@@ -47,12 +46,12 @@ def write_page(
 <h1>{escape(headline(settings, rows))}</h1>
 {f"<p><strong>{alarms}</strong></p>" if (alarms := warnings_of(rows)) else ""}<p>{escape(note)}</p>
 <img alt="Accuracy and loss over the rounds" src="data:image/png;base64,{picture}">
-<h2>Rounds</h2>{_table(rows, ROUNDS)}
+<h2>Rounds</h2>{_table(rows, "round")}
 <h2>Clients, the worst first{" (50 of them)" if len(clients) > 50 else ""}</h2>
 <p>Accuracy of the final model on each client's own training images.</p>
-{_table(worst, ("client", "images", "accuracy_own", "accuracy_test"))}
+{_table(worst, "client")}
 <h2>Repeat it</h2><pre>{escape(command(settings))}</pre>
-<p>The same command gives the same weights and rows, bit by bit on the same machine and torch.</p>
+<p>The same command gives the same weights and rows, bit for bit on the same machine with the same version of torch.</p>
 </body></html>
 """
     write_atomic(out / "report.html", page.encode())
@@ -60,7 +59,7 @@ def write_page(
 
 
 def rewrite_page(folder: Path) -> Path:
-    """Write the page of a training run again from its folder; returns its path."""
+    """Write the page of a training run again from its folder; return its path."""
     settings = make_train_settings(read_settings(folder / "settings.toml"))
     rows, clients = ([json.loads(line) for line in _lines(folder / name)] for name in ("rows.jsonl", "clients.jsonl"))
     if not rows or not clients:
@@ -77,7 +76,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def headline(settings: TrainSettings, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The result in a sentence."""
+    """Return the result in a sentence."""
     last = rows[-1]
     names = f"{settings.model} on {settings.dataset}, defence {settings.defence}"
     if not last["round"]:
@@ -89,7 +88,7 @@ def headline(settings: TrainSettings, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How often clients warned of the model that they received, in a sentence; "" where none did.
+    """Return how often clients warned of the model that they received, in a sentence; "" if none did.
 
     Example:
         >>> warnings_of([{"tripwire_warnings": 2}, {"tripwire_warnings": 0}])
@@ -103,7 +102,7 @@ def warnings_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def command(settings: TrainSettings) -> str:
-    """The command line that repeats the run."""
+    """Return the command line that repeats the run."""
     defaults = asdict(TrainSettings())
     pieces = ["gradveil", "train"]
     for field in fields(settings):
@@ -115,18 +114,20 @@ def command(settings: TrainSettings) -> str:
     return shlex.join([*pieces, "--out", "DIR"])
 
 
-def _table(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> str:
-    used = [name for name in columns if any(row.get(name) is not None for row in rows)]
-    head = "".join(f"<th scope=col>{escape(name.replace('_', ' '))}</th>" for name in used)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{_cell(name, row.get(name))}</td>" for name in used) + "</tr>" for row in rows
-    )
+def _table(rows: Sequence[Mapping[str, Any]], table: str) -> str:
+    """Return the columns of a table that any row has a value for; a field that is no column is an error."""
+    schema = schema_of()
+    for row in rows:
+        schema.check(table, row)
+    there = {key for row in rows for key, value in row.items() if value is not None}
+    used = [column for column in schema.of(table) if column.shown and column.key in there]
+    head = "".join(f'<th scope="col" title="{escape(column.help)}">{escape(column.head)}</th>' for column in used)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(column, row)}</td>" for column in used) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _cell(name: str, value: object) -> str:
-    if value is None:
-        return ""
-    if name.startswith("accuracy") and isinstance(value, float):
-        return f"{value:.2%}"
-    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+def _cell(column: Column, row: Mapping[str, Any]) -> str:
+    value = row.get(column.key)
+    if isinstance(value, float):
+        return f"{value:.2%}" if column.format == "%" else f"{value:.4g}"
+    return escape(column.text(row))
