@@ -1,4 +1,4 @@
-"""Differentially private SGD: per-example clipping and Gaussian noise in every local step."""
+"""Differentially private SGD: clip per-example gradients and add Gaussian noise in every local step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,35 +27,37 @@ _MOST_ENTRIES, _MOST_EXAMPLES = 2**25, 64
 
 @dataclass(frozen=True)
 class DpSgd(Defence):
-    r"""Clip every example's gradient, add up, add Gaussian noise, divide by the expected batch size: in each step.
+    r"""Clip each per-example gradient, sum them, add Gaussian noise, and divide by the expected batch size.
 
     .. math::
         \tilde g = \frac 1B \Big( \sum_{i \in S} g_i \min(1, C / \|g_i\|_2) + N(0, \sigma^2 C^2 I) \Big)
 
-    With ``poisson`` sampling every image of the client is in S with probability q = B / images, independently, so that
-    S may be empty, and then the step is pure noise. The norm is that of all trained parameters together. The update's
-    number of images is the expected one, since the true one is private.
+    This replaces the gradient of every local step. With ``poisson`` sampling, each image of the client is in the batch
+    S with probability q = B / (number of images), independently of the others. S may be empty; then the step is pure
+    noise. The norm is that of all trained parameters together. The update states the expected number of images, since
+    the true number is private.
 
-    Threat model: a curious server that sees all updates of a client, knows the model and all images but one, and wants
-        to know whether that one took part.
-    Does not protect: what many images of a client share (its class mix, a person with many images); clients' number of
-        images, which counts as known; the share of clipped gradients, which a simulation writes into its rows (a real
-        site keeps it unless its node config allows ``reports``). Running statistics of BatchNorm (``Update.buffers``)
-        would be sent as they are, so a layer that tracks them is refused.
-    Guarantee: (ε, δ)-differential privacy for each image of a client, adding or removing one, over all of its rounds:
-        ``accounting.epsilon`` with q and σ. With ``shuffle`` no amplification by sampling is claimed: the Gaussian
-        mechanism, once for each time an image takes part, and "removing" an image means to replace it by one without
-        gradient. The noise is pseudo-random and in floating point, not hardened against those who exploit that.
+    Threat model: an honest-but-curious server that sees all updates of a client, knows the model and all images but
+        one, and wants to know whether that one was used in training.
+    Does not protect: properties that many images of a client share (its class distribution, a person in many images);
+        the number of a client's images, which is assumed to be public; the share of clipped gradients, which a
+        simulation writes into its rows (a real site keeps it unless its node config allows ``reports``). Noise does not
+        cover the running statistics of BatchNorm (``Update.buffers``), so a layer that tracks them is refused.
+    Guarantee: (ε, δ)-differential privacy for each image of a client (neighbours add or remove one image) over all of
+        its rounds: ``accounting.epsilon`` with q and σ. With ``shuffle`` no amplification by sampling is claimed: the
+        Gaussian mechanism is composed once for each use of an image, and "removing" an image means replacing it by one
+        with zero gradient. The noise is pseudo-random and in floating point, and not hardened against attacks on
+        either.
     Reference: Abadi et al. 2016, https://arxiv.org/abs/1607.00133, Algorithm 1.
-    Differs from the paper: the last batch of an epoch, if smaller, has its own smaller q, which the accountant rounds
-        up to that of the others; momentum and weight decay act on the protected gradient. In a chain the gradient that
-        other defences left is not used, so this one comes first.
+    Differs from the paper: if the last batch of an epoch is smaller, its q is smaller too; the accountant rounds it up
+        to that of the other batches. Momentum and weight decay act on the protected gradient. In a chain this defence
+        must come before all others that change gradients, since it does not use the gradient that they return.
 
     Attributes:
-        clip: C, the bound on the norm of an example's gradient.
-        noise: σ, the noise's standard deviation in units of ``clip``; 0 only clips, without any guarantee.
-        sampling: ``poisson`` replaces each batch by a sample of all images; ``shuffle`` takes batches as they come.
-        delta: δ of the guarantee, best below 1 / images.
+        clip: C, the bound on the norm of a per-example gradient.
+        noise: σ, the standard deviation of the noise in units of ``clip``; 0 only clips, without any guarantee.
+        sampling: ``poisson`` replaces each batch by a random sample of all images; ``shuffle`` uses the given batches.
+        delta: δ of the guarantee; it should be below 1 / (number of images).
         accountant: ``rdp``, or ``prv``, which is tighter and slower.
     """
 
@@ -78,7 +80,7 @@ class DpSgd(Defence):
         one_of("accountant", self.accountant, ["rdp", "prv"])
 
     def on_batch(self, batch: Batch, client: Client) -> Batch:
-        """Replace the batch by a Poisson sample of all images, which may be empty."""
+        """Replace the batch by a Poisson sample of the client's images, which may be empty."""
         if self.sampling == "shuffle":
             return batch
         client.state[_BATCH_SIZE] = torch.tensor(len(batch))
@@ -87,7 +89,7 @@ class DpSgd(Defence):
         return client.data[drawn.to(client.data.images.device)]
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
-        """Take the gradient anew, example by example, and protect it."""
+        """Compute per-example gradients of the batch, and return their clipped and noisy mean."""
         _refuse_mixing_layers(client.model)
         entries = sum(tensor.numel() for tensor in gradient.values())
         size = max(1, min(_MOST_EXAMPLES, _MOST_ENTRIES // max(entries, 1)))
@@ -99,21 +101,21 @@ class DpSgd(Defence):
         return {name: self._noisy(tensor, client.rng) / max(expected, 1) for name, tensor in total.items()}
 
     def on_update(self, update: Update, client: Client) -> Update:
-        """Refuse buffers that moved, which no noise protects, and send the expected number of images."""
+        """Raise `DefenceError` if buffers changed, since they get no noise; state the expected number of images."""
         moved = [name for name, change in update.buffers.items() if bool(change.any())]
         if moved:
             raise DefenceError(
                 f"Defence 'dp-sgd' protects gradients only, but local training also changed {', '.join(moved[:3])}, "
-                "which would be sent. Freeze such layers (--batch-norm freeze), or use a model with GroupNorm."
+                "which would be sent. Freeze these layers (--batch-norm freeze), or use a model with GroupNorm."
             )
         client.state.pop(_BATCH_SIZE, None)
         expected = client.state.pop(_NUM_EXAMPLES, None)
         return update if expected is None else replace(update, num_examples=min(int(expected), len(client.data)))
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
-        """Clip the guess, and match by the noise's likelihood or by direction.
+        """Return ``likelihood`` (of the noise) and ``direction`` (cosine), or ``again`` (clipping) without noise.
 
-        A mean of clipped gradients has a norm of at most ``clip`` too.
+        All of them clip the gradient of the guess; a mean of clipped gradients has a norm of at most ``clip`` too.
         """
         clipped = partial(clip_rows, bound=self.clip)
         if self.noise == 0:
@@ -123,7 +125,7 @@ class DpSgd(Defence):
         return {"likelihood": Countermove(clipped, "l2", noise), "direction": Countermove(clipped, "cosine")}
 
     def budget(self, releases: Releases) -> Budget | None:
-        """By the accountant; None without noise."""
+        """Return the budget by the accountant, or None if there is no noise."""
         if self.noise == 0:
             return None
         rate = min(1.0, releases.batch_size / releases.num_examples)
@@ -132,12 +134,13 @@ class DpSgd(Defence):
         return Budget(epsilon(self.noise, 1.0, releases.uses, self.delta, self.accountant), self.delta)
 
     def _clipped_sum(self, batch: Batch, client: Client) -> dict[str, Tensor]:
-        """The sum of the examples' gradients, each scaled down to a norm of at most ``clip``."""
+        """Return the sum of per-example gradients, each scaled down to a norm of at most ``clip``."""
         each = _gradients(client.model, batch)  # (N, ...) by name
         norms = row_norms(each)  # (N,)
         if not bool(norms.isfinite().all()):
             raise DefenceError(
-                "Defence 'dp-sgd' can clip finite gradients only, got an image's that is not. Lower the learning rate."
+                "Defence 'dp-sgd' can clip finite gradients only, got NaN or infinity for an image. "
+                "Lower the learning rate (--lr)."
             )
         client.report("dp_sgd_clipped", float(norms.gt(self.clip).float().mean()), weight=len(batch))
         factors = 1 / (norms / self.clip).clamp(min=1.0)
@@ -150,13 +153,13 @@ class DpSgd(Defence):
 
 
 def _gradients(network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Each example's gradient of the network as it trains; one by one where layers draw anew in every pass."""
+    """Return per-example gradients in the network's current mode; one by one if layers draw random numbers."""
     if not any(isinstance(layer, _DropoutNd) and layer.training for layer in network.modules()):
         try:
             with torch.random.fork_rng(devices=[]):
                 return example_gradients(network, batch.images, batch.labels)
         except RuntimeError as error:
-            if "randomness error mode" not in str(error):  # torch.func's own words for a network that draws
+            if "randomness error mode" not in str(error):  # torch.func's error for a network that draws random numbers
                 raise
     wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     rows = []
@@ -174,6 +177,6 @@ def _refuse_mixing_layers(network: nn.Module) -> None:
         tracks = isinstance(layer, _NormBase) and layer.training and layer.running_mean is not None
         if mixes or tracks:
             raise DefenceError(
-                f"Defence 'dp-sgd' needs each image's gradient by itself, but {name!r} ({type(layer).__name__}) mixes "
+                f"Defence 'dp-sgd' needs per-example gradients, but {name!r} ({type(layer).__name__}) mixes "
                 "images or tracks their statistics. Train with --batch-norm freeze, or use a model with GroupNorm."
             )

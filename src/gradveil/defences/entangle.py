@@ -146,7 +146,7 @@ class Entangle(Defence):
             )
         if not all(bool(tensor.isfinite().all()) for tensor in update.tensors.values()):
             raise DefenceError(
-                "Defence 'entangle' needs a finite update, got NaN or infinity. Lower the learning rate."
+                "Defence 'entangle' needs a finite update, got NaN or infinity. Lower the learning rate (--lr)."
             )
         guard = self._mixture(_guards(client.public), client.rng)
         change = relative_change(update.tensors, client.start)
@@ -314,7 +314,7 @@ def relative_change(change: Tensors, start: Tensors) -> float:
 
 
 def replacement_rate(change: float, beta: float) -> float:
-    """Return µ of Eq. 10 for A = ``change``: the share of representations whose entries are replaced, in [0, 1].
+    """Return µ of Eq. 10 for A = ``change``: the share of features whose entries are replaced, in [0, 1].
 
     Example:
         >>> round(replacement_rate(0.0, 0.7), 3), round(replacement_rate(90.0, 0.7), 3)
