@@ -300,7 +300,7 @@ def print_table(head: str, rows: list[str]) -> None:
     print()
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
+def measure(options: argparse.Namespace) -> dict[str, object]:  # noqa: C901 - one report, printed from top to bottom
     """Run all measurements, print the tables, and return the numbers."""
     sizes = [int(text) for text in options.targets.split(",")]
     network, first = look(1)

@@ -206,22 +206,19 @@ def _value(value: object, hint: object) -> object:
             raise TypeError(hint)
         return tuple(_value(piece, arguments[0]) for piece in pieces if piece != "")
     if hint is bool:
-        if isinstance(value, bool):
-            return value
-        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[_lower(value)]
-    if hint is int:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise TypeError(hint)
-        return int(value)  # type: ignore[call-overload]
-    if hint is float:
-        if isinstance(value, bool):
-            raise TypeError(hint)
-        return float(value)  # type: ignore[arg-type]
-    if hint is str:
-        if not isinstance(value, str):
-            raise TypeError(hint)
-        return value
-    raise TypeError(hint)
+        return _truth(value)
+    if hint in (int, float):
+        return _number(value, whole=hint is int)
+    if hint is not str or not isinstance(value, str):
+        raise TypeError(hint)
+    return value
+
+
+def _number(value: object, *, whole: bool) -> int | float:
+    """Return a number from a text or another number; a truth value is none."""
+    if isinstance(value, bool) or (whole and isinstance(value, float) and not value.is_integer()):
+        raise TypeError(value)
+    return int(value) if whole else float(value)  # type: ignore[call-overload, arg-type]
 
 
 def _first_that_fits(value: object, hints: list[object]) -> object:
@@ -233,11 +230,12 @@ def _first_that_fits(value: object, hints: list[object]) -> object:
     raise ValueError(value)
 
 
-def _lower(value: object) -> str:
+def _truth(value: object) -> bool:
+    """Return a truth value from true, yes or 1, or from false, no or 0."""
     text = str(value).lower()
     if text not in {"true", "yes", "1", "false", "no", "0"}:
         raise ValueError(value)
-    return text
+    return text in {"true", "yes", "1"}
 
 
 def _text(value: object) -> str:

@@ -75,7 +75,9 @@ def test_equals_a_naive_loop_on_every_model_of_the_zoo(name):
     groups=st.sampled_from([1, 2]),
     bias=st.booleans(), mode=st.sampled_from(["zeros", "reflect", "circular"]), size=st.integers(7, 9),
 )  # fmt: skip
-def test_convolutions_of_any_shape(channels, out, kernel, stride, padding, dilation, groups, bias, mode, size):
+def test_convolutions_of_any_shape(  # noqa: PLR0913 - one argument per setting of a convolution
+    channels, out, kernel, stride, padding, dilation, groups, bias, mode, size
+):
     if padding == "same":
         stride, kernel = 1, 3  # an even kernel makes torch warn
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from gradveil.cli.display import Json, bar, figure, print_json, show
 from gradveil.progress import listening
 
 
-def attack_command(
+def attack_command(  # noqa: PLR0913 - its arguments are the options of the command
     model_file: Annotated[Path, typer.Option(help="The weights as they were broadcast (safetensors).")],
     update: Annotated[
         list[Path], typer.Option(help="A client's update, tensors by name (safetensors or .npz); may be repeated.")

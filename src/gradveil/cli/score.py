@@ -9,7 +9,7 @@ import typer
 from gradveil.cli.display import DataRoot, Json, bar, figure, print_json, show
 
 
-def score_command(
+def score_command(  # noqa: PLR0913 - its arguments are the options of the command
     dataset: Annotated[str, typer.Option(help="A named set, a .npz file or a folder of pictures.")] = "mnist-5k",
     model: Annotated[str, typer.Option(help="A model of the zoo or your own file.py:factory.")] = "lenet-dlg",
     defences: Annotated[str, typer.Option(help="Defences, a list a,b:key=value; a+b chains two.")] = "none",

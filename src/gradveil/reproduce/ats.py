@@ -13,7 +13,7 @@ from gradveil.data import Dataset, Split, load_dataset
 from gradveil.data.pixels import to_batch
 from gradveil.defences import build_defence
 from gradveil.defences.ats import policy_of, random_signs, transformed
-from gradveil.defences.parts.policies import Candidate, accuracy_score, privacy_scores, search_policies
+from gradveil.defences.parts.policies import Candidate, PolicySearch, accuracy_score, privacy_scores, search_policies
 from gradveil.federated.client import Broadcast, Device, Streams, play_client
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
@@ -66,9 +66,10 @@ def search(lab: Lab) -> Result:
     fresh = _network(dataset, lab.seed).eval()
     batch = _images(dataset.test, np.arange(looked))
     least = -85.0 * looked / KEPT
+    wanted = PolicySearch(candidates, least_accuracy=least, privacy_images=lab.pick(4, 16, 50))
     found = search_policies(
-        semi, fresh, batch, _under, candidates=candidates, rng=stream(lab.seed, "ats", "search"), least_accuracy=least,
-        privacy_images=lab.pick(4, 16, 50), progress=lambda share: lab.progress(share, "policies"),
+        semi, fresh, batch, _under, wanted, stream(lab.seed, "ats", "search"),
+        progress=lambda share: lab.progress(share, "policies"),
     )  # fmt: skip
     rng = stream(lab.seed, "ats", "published")
     for policy in PUBLISHED:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradveil.defences.parts.policies import accuracy_score, privacy_scores, search_policies
+from gradveil.defences.parts.policies import PolicySearch, accuracy_score, privacy_scores, search_policies
 from gradveil.errors import ConfigError
 from gradveil.models import create_model
 from gradveil.types import Batch
@@ -55,7 +55,7 @@ def test_the_search_sorts_by_privacy_those_that_keep_enough_accuracy(network, ba
 
     def search(least):
         rng = torch.Generator().manual_seed(0)
-        return search_policies(network, network, batch, dimmed, candidates=6, rng=rng, least_accuracy=least)
+        return search_policies(network, network, batch, dimmed, PolicySearch(6, least_accuracy=least), rng)
 
     everything = search(-1e9)
     assert len({each.policy for each in everything}) == 6
@@ -69,8 +69,8 @@ def test_the_search_sorts_by_privacy_those_that_keep_enough_accuracy(network, ba
 def test_bad_input(network, batch):
     rng = torch.Generator()
     with pytest.raises(ConfigError, match="at least two images"):
-        search_policies(network, network, batch[:1], lambda p, i, r: i, candidates=1, rng=rng)
+        search_policies(network, network, batch[:1], lambda p, i, r: i, PolicySearch(1), rng)
     with pytest.raises(ConfigError, match="at most the number"):
-        search_policies(network, network, batch, lambda p, i, r: i, candidates=5, rng=rng, longest=1, operations=2)
+        search_policies(network, network, batch, lambda p, i, r: i, PolicySearch(5, longest=1, operations=2), rng)
     with pytest.raises(ConfigError, match="candidates"):
-        search_policies(network, network, batch, lambda p, i, r: i, candidates=0, rng=rng)
+        PolicySearch(candidates=0)

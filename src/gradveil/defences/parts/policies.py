@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -76,18 +77,37 @@ def accuracy_score(network: nn.Module, images: Tensor) -> float:
     return -float((values.log() + 1 / values).sum())
 
 
+@dataclass(frozen=True)
+class PolicySearch:
+    """How many policies of which kind are tried, and how they are judged.
+
+    Attributes:
+        candidates: number of policies to try.
+        longest: largest number of operations in a policy.
+        operations: number of operations to choose from.
+        least_accuracy: Sacc that a policy should reach. The best possible value is -1 per image. The authors use -85
+            for one image of each class among 100 images of CIFAR-100, which is about 63 images.
+        privacy_images: number of images over which the privacy score is averaged.
+    """
+
+    candidates: int = 1600
+    longest: int = 3
+    operations: int = 50
+    least_accuracy: float = -85.0
+    privacy_images: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("candidates", "longest", "operations", "privacy_images"):
+            in_range(name, getattr(self, name), 1)
+
+
 def search_policies(
     trained: nn.Module,
     untrained: nn.Module,
     batch: Batch,
     transform: Callable[[str, Tensor, torch.Generator], Tensor],
-    *,
-    candidates: int,
+    search: PolicySearch,
     rng: torch.Generator,
-    longest: int = 3,
-    operations: int = 50,
-    least_accuracy: float = -85.0,
-    privacy_images: int = 50,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Candidate]:
     """Score random policies, and return those that keep enough accuracy first, each group sorted by privacy.
@@ -97,39 +117,32 @@ def search_policies(
         untrained: a network at its initial weights for the accuracy score.
         batch: images for both scores; the paper uses 100 for accuracy.
         transform: function of a policy, images and a generator that returns the transformed images.
-        candidates: number of policies to try; the paper tries 1,600.
+        search: how many policies of which kind are tried, and how they are judged.
         rng: generator for all random draws.
-        longest: largest number of operations in a policy.
-        operations: number of operations to choose from.
-        least_accuracy: Sacc that a policy should reach. The best possible value is -1 per image. The authors use -85
-            for one image of each class among 100 images of CIFAR-100, which is about 63 images.
-        privacy_images: number of images of ``batch`` over which the privacy score is averaged.
         progress: called with the share of policies that are done.
     """
-    for name, value in (("candidates", candidates), ("longest", longest), ("privacy_images", privacy_images)):
-        in_range(name, value, 1)
     if len(batch) < 2:
         raise ConfigError(f"batch must have at least two images to correlate, got {len(batch)}. Pass more images.")
     networks = [copy.deepcopy(network).eval() for network in (trained, untrained)]
     found = []
-    for number, policy in enumerate(_drawn(candidates, longest, operations, rng)):
+    for number, policy in enumerate(_drawn(search, rng)):
         images = transform(policy, batch.images, rng)
-        few, labels = images[:privacy_images], batch.labels[:privacy_images]
+        few, labels = images[: search.privacy_images], batch.labels[: search.privacy_images]
         privacy = float(privacy_scores(networks[0], few, labels, rng).mean())
         found.append(Candidate(policy, privacy, accuracy_score(networks[1], images)))
-        progress((number + 1) / candidates)
-    return sorted(found, key=lambda each: (each.accuracy < least_accuracy, each.privacy))
+        progress((number + 1) / search.candidates)
+    return sorted(found, key=lambda each: (each.accuracy < search.least_accuracy, each.privacy))
 
 
-def _drawn(candidates: int, longest: int, operations: int, rng: torch.Generator) -> Sequence[str]:
+def _drawn(search: PolicySearch, rng: torch.Generator) -> Sequence[str]:
     """Draw different policies of one to ``longest`` operations."""
     texts: dict[str, None] = {}
-    for _ in range(100 * candidates):
-        length = int(torch.randint(1, longest + 1, (), generator=rng))
-        texts["-".join(map(str, torch.randint(operations, (length,), generator=rng).tolist()))] = None
-        if len(texts) == candidates:
+    for _ in range(100 * search.candidates):
+        length = int(torch.randint(1, search.longest + 1, (), generator=rng))
+        texts["-".join(map(str, torch.randint(search.operations, (length,), generator=rng).tolist()))] = None
+        if len(texts) == search.candidates:
             return list(texts)
     raise ConfigError(
-        f"candidates must be at most the number of different policies, got {candidates}. Lower candidates, or raise "
-        "longest."
+        f"candidates must be at most the number of different policies, got {search.candidates}. Lower candidates, or "
+        "raise longest."
     )
