@@ -61,7 +61,7 @@ def test_rows_reached_by_one_image_give_it_and_others_are_reported_as_mixed():
 
 
 def test_a_layer_that_is_not_linear_is_refused():
-    with pytest.raises(ConfigError, match=r"first layer must be a Linear with bias.*got Conv2d.*mlp or logistic"):
+    with pytest.raises(ConfigError, match=r"first layer must be a Linear with bias.*got Conv2d.*--model mlp"):
         run(Linear(), look(pictures(1, 1), "lenet-dlg"))
 
 

@@ -1,8 +1,8 @@
-r"""What the analytic attacks share: the first Linear layer, a block before a network, and images read off its rows.
+r"""Parts of the analytic attacks: the first Linear layer, a block before a network, and images read off its rows.
 
 The gradient of row i of a Linear layer with bias is :math:`\sum_j \delta_{ij} x_j^T`, and that of its bias
-:math:`\sum_j \delta_{ij}`, over the images j that reach it. Their ratio is the image itself where there is one, and a
-mixture where there are several. Changes of weights do as well as gradients: a factor drops out.
+:math:`\sum_j \delta_{ij}`, over the images j that activate it. Their ratio is the image itself if there is one, and a
+mixture if there are several. Changes of weights serve as well as gradients, because a common factor cancels.
 """
 
 from collections import OrderedDict
@@ -23,49 +23,49 @@ WHERE = ("inserted", "first")
 """Where a malicious server puts its rows: in a block before the network, or in the network's own first layer."""
 INSERTED = "inserted"
 _RANGE = 0.01
-"""Root mean square by which an image may leave [0, 1]; a ratio of nothing leaves it by far."""
+"""Root mean square by which an image may leave [0, 1]; a ratio of rounding errors leaves it by far."""
 _TWIN = 1e-3
-"""Root mean square distance of two rows that saw the same image alone."""
+"""Two rows closer than this root mean square distance saw the same single image."""
 _SAME = 0.02
-"""Root mean square distance up to which two guesses are of the same image."""
+"""Two guesses closer than this root mean square distance are of the same image."""
 _GRID = 0.2
-"""Root mean square distance to whole 8-bit values, where numbers at random have 0.29."""
+"""Largest root mean square distance to whole 8-bit values; random numbers have 0.29."""
 _ENOUGH = 16
-"""Pixels between black and white that are enough to tell."""
+"""Pixels between black and white that are needed to recognise 8-bit values."""
 _FAINT = 1e-6
-"""Rows with a smaller share of the largest change of a bias hold nothing but rounding."""
+"""Rows whose bias changed by a smaller share of the largest change hold only rounding errors."""
 
 
 class Block(nn.Module):
-    """Linear rows that see the image, ReLU, and what they add to it: the network behind sees nearly the same image.
+    """A Linear layer on the image, a ReLU, and a slight shift of the image; the network after it keeps working.
 
     Attributes:
-        rows: from D pixels to as many numbers as there are rows.
-        shift: from these back to D pixels.
+        rows: Linear from D pixels to one number per row.
+        shift: Linear from these numbers back to D pixels.
     """
 
     def __init__(self, rows: int, shape: tuple[int, int, int]) -> None:
         super().__init__()
         size = shape[0] * shape[1] * shape[2]
-        self.rows = nn.Linear(size, rows, device="meta").to_empty(device="cpu")  # draws nothing
+        self.rows = nn.Linear(size, rows, device="meta").to_empty(device="cpu")  # no random draw
         self.act = nn.ReLU()
         self.shift = nn.Linear(rows, size, device="meta").to_empty(device="cpu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (N, C, H, W) and a slight shift of them."""
+        """Return images (N, C, H, W) plus a slight shift."""
         added: Tensor = self.shift(self.act(self.rows(images.flatten(1))))
         return images + added.view_as(images)
 
 
 def insert(network: nn.Module, block: Block) -> nn.Module:
-    """The network behind a block. What it does to its input, its normalisation, now happens before the block."""
+    """Return the network with the block before it; the network's normalisation now happens before the block."""
     whole = nn.Sequential(OrderedDict({INSERTED: block, "network": network})).to(next(network.parameters()))
     move_input_hooks(network, whole)
     return whole.train(network.training)
 
 
 def set_rows(layer: nn.Linear, rows: Tensor, thresholds: Tensor, space: Space) -> None:
-    """Let a layer on normalised pixels compute ``rows @ pixels - thresholds`` of pixels in [0, 1]."""
+    """Make a layer on normalised pixels compute ``rows @ pixels - thresholds`` for pixels in [0, 1]."""
     black = space.from_pixels(torch.zeros(space.shape)).double().flatten()
     white = space.from_pixels(torch.ones(space.shape)).double().flatten()
     weight = rows.double() / (white - black)
@@ -75,9 +75,9 @@ def set_rows(layer: nn.Linear, rows: Tensor, thresholds: Tensor, space: Space) -
 
 
 def set_shift(block: Block, columns: Tensor, pictures: Tensor, size: float) -> None:
-    """Let a block add ``columns`` (D, rows), scaled to ``size`` times the contrast of normalised pictures (N, D).
+    """Make a block add ``columns`` (D, rows), scaled to ``size`` times the contrast of normalised pictures (N, D).
 
-    What it adds on average is taken off again.
+    The mean of what it adds is subtracted.
     """
     with torch.no_grad():
         reached = block.act(block.rows(pictures.to(block.rows.weight))).cpu().double()  # (N, rows)
@@ -90,7 +90,7 @@ def set_shift(block: Block, columns: Tensor, pictures: Tensor, size: float) -> N
 
 
 def public_images(scene: Scene) -> Tensor | None:
-    """The public images, if there are enough to tell what images are like."""
+    """Return the public images, or None if they are too few to be representative."""
     if scene.public_data is None or len(scene.public_data) < _PUBLIC:
         return None
     return scene.public_data.images.cpu()
@@ -100,10 +100,10 @@ _PUBLIC = 20
 
 
 def likely_pictures(network: nn.Module, scene: Scene, rng: torch.Generator, count: int = 500) -> Tensor:
-    """Images (N, C, H, W) in [0, 1] like the private ones, as far as the server knows: public ones if there are any.
+    """Return images (N, C, H, W) in [0, 1] that resemble the private ones: public images, if there are enough.
 
-    Otherwise smooth noise, coarse and fine, with the mean and contrast of the network's normalisation, or of common
-    photographs. A fifth of its variance and more is that of the brightness of whole images, as in photographs.
+    Otherwise smooth noise of several scales, with the mean and contrast of the network's normalisation, or of common
+    photographs. At least a fifth of its variance is the brightness of whole images, as in photographs.
     """
     if (public := public_images(scene)) is not None:
         return public
@@ -125,7 +125,7 @@ def likely_pictures(network: nn.Module, scene: Scene, rng: torch.Generator, coun
 
 
 def first_linear(network: nn.Module, shape: tuple[int, int, int]) -> str:
-    """The name of the Linear layer with bias that sees the flattened, normalised image before any other layer.
+    """Return the name of the first layer, a Linear with bias whose input is the flattened, normalised image.
 
     Raises:
         ConfigError: if there is none.
@@ -149,12 +149,12 @@ def first_linear(network: nn.Module, shape: tuple[int, int, int]) -> str:
     first = type(layers[0][1]).__name__ if layers else "nothing"
     raise ConfigError(
         f"The network's first layer must be a Linear with bias on the flattened image, got {first}. "
-        "Choose model mlp or logistic, or an attack that inserts a layer, such as imprint."
+        "Use --model mlp or --model logistic, or an attack that inserts a layer, such as imprint."
     )
 
 
 def two_linears(network: nn.Module, shape: tuple[int, int, int]) -> tuple[nn.Linear, nn.Linear]:
-    """The first layer and the next, of a network that begins with Linear, ReLU and Linear on the flattened image.
+    """Return the first two Linear layers of a network that begins with Linear, ReLU and Linear on the flattened image.
 
     Raises:
         ConfigError: if it does not.
@@ -173,16 +173,16 @@ def two_linears(network: nn.Module, shape: tuple[int, int, int]) -> tuple[nn.Lin
     kinds = ", ".join(type(layer).__name__ for layer in (here, *rest)[:3])
     raise ConfigError(
         f"where=first needs a network that begins with Linear, ReLU and Linear, got {kinds}. "
-        "Choose model mlp with activation=relu, or where=inserted."
+        "Use --model mlp:activation=relu, or where=inserted."
     )
 
 
 class Rows(NamedTuple):
-    """What a Linear layer on the image says, for T targets.
+    """The change of a Linear layer on the image, for T targets, in double precision.
 
     Attributes:
-        weight: (T, rows, D) in double precision, its change.
-        bias: (T, rows), that of its bias.
+        weight: (T, rows, D), change of the weight.
+        bias: (T, rows), change of the bias.
     """
 
     weight: Tensor
@@ -190,7 +190,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(seen: Observation, name: str) -> Rows:
-    """The changes of a layer.
+    """Return the changes of a layer.
 
     Raises:
         ConfigError: if the layer was not sent.
@@ -206,7 +206,7 @@ def rows_of(seen: Observation, name: str) -> Rows:
 
 
 def ratios(rows: Rows, space: Space) -> Tensor:
-    """(T, rows, D) what each row saw, in pixels; 0 where it saw nothing."""
+    """Return the image or mixture (T, rows, D) that each row saw, in pixels; 0 if it saw nothing."""
     there = rows.bias != 0
     normalised = rows.weight / torch.where(there, rows.bias, 1)[..., None]
     pixels = space.to_pixels(normalised.view(*normalised.shape[:2], *space.shape)).flatten(2)
@@ -214,12 +214,12 @@ def ratios(rows: Rows, space: Space) -> Tensor:
 
 
 class Candidates(NamedTuple):
-    """Images that an update may hold, K of one target.
+    """K images that one target's update may hold.
 
     Attributes:
         images: (K, D) in pixels, not clamped.
-        strength: (K,) how much each changed its bias.
-        support: (K,) how many of them are alike, each counted with itself.
+        strength: (K,) change of the bias by each.
+        support: (K,) number of equal candidates, itself included.
     """
 
     images: Tensor
@@ -228,21 +228,21 @@ class Candidates(NamedTuple):
 
 
 def strong(images: Tensor, strength: Tensor, most: int | None = None) -> Candidates:
-    """Those candidates (K, D) of one target that are more than rounding, the strongest first, and at most so many."""
+    """Return the candidates (K, D) above rounding errors, the strongest first, and at most ``most`` of them."""
     order = strength.argsort(descending=True, stable=True)
     kept = order[strength[order] > _FAINT * strength.max()][:most]
     return Candidates(images[kept], strength[kept], torch.ones(len(kept), dtype=torch.int64))
 
 
 def supported(found: Candidates) -> Candidates:
-    """The candidates with their support: two rows agree on a single image, but hardly ever on a mixture."""
+    """Return the candidates with their support: rows often agree on a single image, but hardly ever on a mixture."""
     size = found.images.shape[1] ** 0.5
     distance = torch.cdist(found.images, found.images) / size  # (K, K)
     return found._replace(support=(distance < _TWIN).sum(1).clamp_min(1))
 
 
 def outside(images: Tensor) -> Tensor:
-    """Root mean square by which images (K, D) leave [0, 1].
+    """Return the root mean square by which images (K, D) leave [0, 1].
 
     Example:
         >>> outside(torch.tensor([[0.5, 1.0], [0.5, 2.0]]))
@@ -252,7 +252,7 @@ def outside(images: Tensor) -> Tensor:
 
 
 def on_grid(images: Tensor) -> Tensor:
-    """Whether images (K, D) have whole 8-bit values, as single pictures have and mixtures have not."""
+    """Return whether images (K, D) have whole 8-bit values, as single pictures have and mixtures do not."""
     scaled = images * 255
     inner = (scaled > 0.5) & (scaled < 254.5)  # a black background is black in mixtures too
     off = torch.where(inner, scaled - scaled.round(), 0).square().sum(1) / inner.sum(1).clamp_min(1)
@@ -260,9 +260,9 @@ def on_grid(images: Tensor) -> Tensor:
 
 
 def best(found: Candidates, count: int) -> tuple[Tensor, Tensor]:
-    """Which candidates to give, at most ``count`` that differ, best first; and whether each is surely a single image.
+    """Return the numbers of at most ``count`` different candidates, best first, and whether each is surely one image.
 
-    First those of whole 8-bit values, then those that stay in [0, 1], by support and strength.
+    Candidates with whole 8-bit values come first, then those inside [0, 1], by support and strength.
     """
     alone = on_grid(found.images) & (outside(found.images) < _RANGE)
     sure = alone | ((found.support > 1) & (outside(found.images) < _RANGE))
@@ -282,9 +282,9 @@ def best(found: Candidates, count: int) -> tuple[Tensor, Tensor]:
 
 
 def collect(seen: Observation, found: list[Candidates], mixed: str) -> Reconstruction:
-    """Each target's best candidates, and no guess for the rest.
+    """Return each target's best candidates, and no guess for its other images.
 
-    ``mixed`` says in ``why`` what those guesses may be that are not surely single images.
+    ``mixed`` describes in ``why`` what guesses may be that are not surely single images.
     """
     like = next(iter(seen.updates.values()))
     images = torch.full((seen.num_targets, seen.num_examples, *seen.shape), torch.nan, dtype=torch.float64)

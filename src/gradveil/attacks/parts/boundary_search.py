@@ -1,4 +1,4 @@
-"""How far images are from a network's decision boundary, felt for with questions for labels only; many at once."""
+"""Distances of many images to a network's decision boundary, found by querying labels only."""
 
 import math
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ from gradveil.attacks.parts.subspace import Subspace
 from gradveil.progress import tell
 
 CHUNK = 512
-"""Images that go through the network at once: many, but not more than the caches hold."""
+"""Images that pass through the network at once; more do not fit the caches."""
 TRIES = 10
-"""Images of noise that are tried as a start, where no other image is answered differently."""
+"""Noise images tried as a start if no other image has a different label."""
 HALVINGS = 8
-"""How often a step that falls back over the boundary is halved before it is given up."""
+"""How often a step that ends on the wrong side of the boundary is halved before giving up."""
 LEAST = 10
-"""An estimate of the boundary's direction from fewer questions is not worth a step."""
+"""The least number of queries for an estimate of the boundary's direction."""
 FEWEST = 64
-"""Questions that suffice for a start and the first way to the boundary, whatever the image."""
+"""Queries that are always enough for a start and the first walk to the boundary."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was felt of the boundary.
+    """The nearest points found beyond the boundary.
 
     Attributes:
-        distances: (N,) Euclidean length of the way from each image to the nearest point found beyond the boundary; 0
-            where the network is wrong about the image itself, the space's diagonal where no such point was found.
-        points: (N, C, H, W) those points, in [0, 1]; the image itself where there is none.
-        asked: (N,) how many labels were asked for, for each image.
+        distances: (N,) Euclidean distance from each image to the nearest point found beyond the boundary; 0 if the
+            network misclassifies the image itself, the space's diagonal if no point was found.
+        points: (N, C, H, W) the points, in [0, 1]; the image itself if none was found.
+        asked: (N,) number of labels queried per image.
     """
 
     distances: Tensor
@@ -39,24 +39,24 @@ class Found:
 
 
 class Labels:
-    """The network to one who gets nothing but its labels; keeps count of what is asked for which image."""
+    """Access to a network's predicted labels only, with a count of the queries per image."""
 
     def __init__(self, network: nn.Module, truth: Tensor, most: int) -> None:
         self._network, self._truth, self._most = network, truth, most
         self.asked = torch.zeros(len(truth), dtype=torch.int64)
 
     def ask(self, images: Tensor) -> Tensor:
-        """(M,) the network's labels of images (M, C, H, W); not counted for anyone yet."""
+        """Return the network's labels (M,) of images (M, C, H, W), without counting the queries."""
         pieces = torch.split(images.contiguous(memory_format=torch.channels_last), CHUNK)
         return torch.cat([self._network(piece).argmax(1) for piece in pieces])
 
     def beyond(self, points: Tensor, owners: Tensor) -> Tensor:
-        """(n, k) whether points (n, k, C, H, W), asked for ``owners`` (n,), are labelled other than their owner is."""
+        """Return whether points (n, k, C, H, W) have other labels than their images ``owners`` (n,), as (n, k)."""
         self.asked[owners.cpu()] += points.shape[1]
         return self.ask(points.flatten(0, 1)).view(points.shape[:2]) != self._truth[owners][:, None]
 
     def left(self, owners: Tensor) -> Tensor:
-        """(n,) how many questions each may still ask."""
+        """Return how many queries each image has left, (n,)."""
         return self._most - self.asked[owners.cpu()]
 
 
@@ -71,27 +71,27 @@ def find_boundary(
     estimates: int,
     rng: torch.Generator,
 ) -> Found:
-    r"""HopSkipJump with random directions from a subspace, on all images side by side.
+    r"""Run HopSkipJump with random directions from a subspace, on all images in parallel.
 
-    Each image begins at the nearest other one that is labelled differently, else at noise, and walks back to the
-    boundary. There :math:`b` random directions :math:`u_i` say where it leads away from the image,
+    Each image starts at the nearest other image with a different label, or else at noise, and walks back to the
+    boundary. There, :math:`b` random directions :math:`u_i` estimate the direction away from the image's class,
 
     .. math:: g = \sum_i (\varphi_i - \bar\varphi)\,u_i, \qquad \varphi_i = \pm 1 \text{ as } x_t + \delta u_i
         \text{ is labelled differently or not},
 
-    a step along :math:`g / \|g\|` is halved until it ends beyond the boundary, and the walk back begins again. In the
-    :math:`t`-th time, :math:`b` is ``estimates`` times :math:`\sqrt t` and the step :math:`\|x_t - x\| / \sqrt t`
-    before it is halved. What ends farther away than it began is taken back. All images share the same directions.
+    a step along :math:`g / \|g\|` is halved until it ends beyond the boundary, and the walk back is repeated. In round
+    :math:`t`, :math:`b` is ``estimates`` times :math:`\sqrt t`, and the first step is :math:`\|x_t - x\| / \sqrt t`. A
+    round that ends farther away than it began is undone. All images share the same directions.
 
     Args:
-        network: in evaluation mode; only the largest of its outputs is looked at.
+        network: the network, in evaluation mode; only the position of its largest output is used.
         images: (N, C, H, W) in [0, 1].
-        truth: (N,) their labels.
-        subspace: where directions are drawn from; its dimension m sets how closely the boundary is approached
-            (:math:`m^{-3/2}` of the way) and :math:`\delta = \|x_t - x\| / m`.
-        queries: labels that may be asked for each image; never exceeded.
-        estimates: directions of the first round.
-        rng: for all random draws.
+        truth: (N,) the images' labels.
+        subspace: source of the directions; its dimension m sets how closely the boundary is approached
+            (:math:`m^{-3/2}` of the distance) and :math:`\delta = \|x_t - x\| / m`.
+        queries: at most this many labels are queried per image.
+        estimates: directions in the first round.
+        rng: source of all random draws.
     """
     labels = Labels(network, truth, queries)
     first = labels.ask(images)
@@ -122,7 +122,7 @@ def find_boundary(
 
 
 def _starts(labels: Labels, images: Tensor, first: Tensor, truth: Tensor, rng: torch.Generator) -> Tensor:
-    """For each image a point that is labelled differently; the image itself if it is, or if none is found."""
+    """Return a point with a different label per image; the image itself if it is misclassified or none is found."""
     flat, starts = images.flatten(1), images.clone()
     asking = (first == truth).nonzero()[:, 0]
     ways = torch.cdist(flat[asking], flat).masked_fill(first[None] == truth[asking, None], torch.inf)  # (n, N)
@@ -141,7 +141,7 @@ def _starts(labels: Labels, images: Tensor, first: Tensor, truth: Tensor, rng: t
 
 
 def _back(labels: Labels, images: Tensor, points: Tensor, owners: Tensor, halvings: int) -> Tensor:
-    """The nearest point to each image on the straight way back from a point beyond the boundary, by bisection."""
+    """Return the point nearest to each image on the line to a point beyond the boundary, by bisection."""
     low, high = torch.zeros(len(images)).to(images), torch.ones(len(images)).to(images)
     for _ in range(halvings):
         middle = (low + high) / 2
@@ -151,9 +151,9 @@ def _back(labels: Labels, images: Tensor, points: Tensor, owners: Tensor, halvin
 
 
 def _away(labels: Labels, here: Tensor, delta: Tensor, directions: Tensor, owners: Tensor) -> Tensor:
-    """(n, C, H, W) of length 1: the estimated direction in which points near the boundary lie beyond it.
+    """Return the estimated direction (n, C, H, W) across the boundary, of length 1.
 
-    Points that left [0, 1] are brought back first, and count for the direction in which they then lie.
+    Points outside [0, 1] are clamped first, and count for the direction in which they then lie.
     """
     found = torch.empty_like(here)
     size = max(1, CHUNK // len(directions))
@@ -169,7 +169,7 @@ def _away(labels: Labels, here: Tensor, delta: Tensor, directions: Tensor, owner
 
 
 def _step(labels: Labels, here: Tensor, away: Tensor, size: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a step ends beyond the boundary, halved until it does, and for which images it does."""
+    """Halve each step until it ends beyond the boundary; return the end points and for which images it succeeded."""
     stepped, waiting = here.clone(), torch.arange(len(here), device=here.device)
     moved = torch.zeros(len(here), dtype=torch.bool, device=here.device)
     for _ in range(HALVINGS):

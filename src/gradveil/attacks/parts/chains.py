@@ -1,4 +1,4 @@
-"""Plain chains of layers as linear equations: what R-GAP solves, and what tells a decoy from a private image."""
+"""Plain chains of layers as linear equations, for R-GAP and for separating decoys from private images."""
 
 import copy
 from collections.abc import Callable
@@ -17,18 +17,18 @@ INVERSES: dict[type[nn.Module], Callable[[Tensor, nn.Module], Tensor]] = {
     nn.Sigmoid: lambda out, act: torch.logit(out, eps=1e-12),
     nn.Tanh: lambda out, act: torch.atanh(out.clamp(-1 + 1e-12, 1 - 1e-12)),
 }
-"""What went into an activation, from what came out."""
+"""The input of an activation as a function of its output."""
 
 
 class Layer(NamedTuple):
-    """A Linear or convolution of a plain chain, and the activation behind it.
+    """A Linear or convolution of a plain chain, and the activation after it.
 
     Attributes:
-        name: in the network.
+        name: the layer's name in the network.
         module: the layer, in double precision.
-        act: what follows, None for the last layer.
-        shape: (C, H, W) or (features,) of its input.
-        out: of its output.
+        act: the activation after it, or None for the last layer.
+        shape: (C, H, W) or (features,) of the input.
+        out: shape of the output.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Layer(NamedTuple):
 
 
 def chain_of(network: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
-    """The layers of a network that is a plain chain of convolutions, Linears and invertible activations.
+    """Return the layers of a network that is a plain chain of convolutions, Linears and invertible activations.
 
     Raises:
-        ConfigError: if it is anything else.
+        ConfigError: if the network is not such a chain.
     """
     calls = _calls(network, shape)
     layers = list[Layer]()
@@ -67,7 +67,7 @@ def chain_of(network: nn.Module, shape: tuple[int, int, int]) -> list[Layer]:
 def _refusal(got: str) -> ConfigError:
     return ConfigError(
         "Attack 'r-gap' needs a plain chain of convolutions, Linears and LeakyReLU, Sigmoid or Tanh that ends in a "
-        f"Linear, got {got}. Choose another model, such as lenet-dlg, or another attack, such as gs."
+        f"Linear, got {got}. Use another model, such as --model lenet-dlg, or another attack, such as --attacks gs."
     )
 
 
@@ -76,7 +76,7 @@ def _is_plain(layer: nn.Conv2d) -> bool:
 
 
 def _doubled(layer: nn.Linear | nn.Conv2d) -> nn.Linear | nn.Conv2d:
-    """A copy in double precision; frozen, on the CPU."""
+    """Return a frozen copy in double precision on the CPU."""
     return copy.deepcopy(layer).double().cpu().requires_grad_(False)
 
 
@@ -84,10 +84,10 @@ Call = tuple[str, nn.Module, tuple[int, ...], tuple[int, ...]]
 
 
 def _calls(network: nn.Module, shape: tuple[int, int, int]) -> list[Call]:
-    """Every call of a layer without children, in order, with the shapes of one image before and after it.
+    """Return every call of a layer without children, in order, with the shapes of one image before and after it.
 
     Raises:
-        ConfigError: unless these calls one after the other are all that the network does.
+        ConfigError: if the network does anything else than these calls, one after the other.
     """
     like = next(network.parameters())
     probe = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like)
@@ -108,16 +108,17 @@ def _calls(network: nn.Module, shape: tuple[int, int, int]) -> list[Call]:
 
 
 def inverted(act: nn.Module, out: Tensor) -> tuple[Tensor, Tensor]:
-    """What went into an activation, and its slope there."""
+    """Return the input of an activation that gave ``out``, and the slope there."""
     drive = INVERSES[type(act)](out, act) if type(act) in INVERSES else out
     leaf = drive.detach().requires_grad_()
     return drive, torch.autograd.grad(act(leaf).sum(), leaf)[0]
 
 
 def least_squares(matrix: Tensor, wanted: Tensor) -> Tensor:
-    """The shortest solution of ``matrix @ x = wanted`` but for a slight damping, most of which is taken back.
+    """Return the shortest least-squares solution of ``matrix @ x = wanted``, with a slight damping.
 
-    By the normal equations, refined: ten times as fast as by singular values, and precise enough for float32 updates.
+    Uses the normal equations with refinement, which removes most of the damping: ten times as fast as singular values,
+    and precise enough for float32 updates.
     """
     square = matrix.T @ matrix
     square.diagonal().add_(_DAMPING * square.diagonal().max())
@@ -133,13 +134,13 @@ _DAMPING, _REFINEMENTS = 1e-12, 4
 
 
 def largest_row(matrix: Tensor) -> Tensor:
-    """The largest norm of a row, by which equations are brought to one scale."""
+    """Return the largest norm of a row, which equations are divided by to have one scale."""
     largest: Tensor = matrix.norm(dim=1).max()
     return largest.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def _patches(layer: Layer) -> tuple[Tensor, int]:
-    """(weights of a channel, positions): which entry of the input each sees, and how many entries; the last is none."""
+    """Return which input entry each weight of a channel sees at each position, and the number of entries (= none)."""
     count = torch.Size(layer.shape).numel()
     if isinstance(layer.module, nn.Linear):
         return torch.arange(count)[:, None], count
@@ -151,7 +152,7 @@ def _patches(layer: Layer) -> tuple[Tensor, int]:
 
 
 def weight_matrix(layer: Layer) -> Tensor:
-    """(outputs, inputs): the layer without its bias."""
+    """Return the layer without its bias as a matrix (outputs, inputs)."""
     patches, count = _patches(layer)
     kernel = layer.module.weight.flatten(1)  # (channels, R)
     rows, positions = patches.shape
@@ -162,7 +163,7 @@ def weight_matrix(layer: Layer) -> Tensor:
 
 
 def gradient_matrix(layer: Layer, errors: Tensor) -> Tensor:
-    """(weights, inputs): the gradient of the weight as a linear function of the input, given the output's (., L)."""
+    """Return the weight's gradient as a matrix (weights, inputs) on the input, given the output's gradient (., L)."""
     patches, count = _patches(layer)
     rows, positions = patches.shape
     matrix = torch.zeros(len(errors), rows, count + 1, dtype=torch.float64)

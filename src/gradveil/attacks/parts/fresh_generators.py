@@ -1,15 +1,15 @@
-r"""GRNN's generators: untrained networks, one an image, whose weights are what is searched. Many at once.
+r"""GRNN's generators: untrained networks, one per image, whose weights are searched, many at once.
 
-Two identities make them cheap, and leave what they compute as published but for rounding.
+Two identities make them cheap; results equal the published ones up to rounding.
 
-A convolution of an image that was doubled in size by repeating its pixels sees each pixel up to nine times. It is
-cheaper to multiply the small image by the nine matrices of the kernel first, and to add up the products that meet in a
-pixel of the large one: a quarter of the multiplications, as one batched product of matrices for all generators.
+A convolution of an image that was upsampled by repeating its pixels sees each pixel up to nine times. It is cheaper to
+multiply the small image by the nine matrices of the kernel first, and then to sum the products in each pixel of the
+large one: a quarter of the multiplications, as one batched matrix product for all generators.
 
-The first layer maps a noise vector z that never changes. RMSprop divides each gradient :math:`z_i g_j` by its own
+The first layer maps a fixed noise vector z. RMSprop divides each gradient :math:`z_i g_j` by its own
 running size :math:`|z_i| \rho_j`, so all weights :math:`W_{ij}` move by :math:`\text{sign}(z_i) u_j`, and the layer's
-output by :math:`\|z\|_1 u_j`. So the output itself is searched, at :math:`\|z\|_1` times the rate, in place of 128
-times as many weights; likewise the logits of the label.
+output by :math:`\|z\|_1 u_j`. So the output itself is searched, with :math:`\|z\|_1` times the learning rate,
+instead of 128 times as many weights. The same holds for the logits of the label.
 """
 
 import math
@@ -22,22 +22,22 @@ from torch import Tensor
 from gradveil.attacks.parts.makers import Maker
 
 _FIRST = 4
-"""Side of the first map."""
+"""Side of the first feature map."""
 _EPSILON = 1e-5
 
 
 class FreshGenerators(Maker):
-    """A generator for each image: a 4 x 4 map and gated units, then doubling, convolution, BatchNorm and gate.
+    """One generator per image: a 4 x 4 map with gated units, then upsampling, convolution, BatchNorm and gate.
 
-    BatchNorm sees one image, so its statistics are those of each map. Images are made at the next power of two from 8
-    on, and cut to size in the middle.
+    BatchNorm sees one image, so its statistics are those of each map. Images have the next power of two as size, at
+    least 8, and are cropped to their centre.
 
     Args:
         shape: (C, H, W) of an image.
-        batch_size: images a row.
+        batch_size: images per row.
         noise: length of the noise vector.
-        width: channels of the last hidden map; each one before has twice as many.
-        roughness: weight of the penalty, twice the mean square of the differences of neighbours.
+        width: channels of the last hidden layer; each layer before has twice as many.
+        roughness: weight of the penalty, which is twice the mean squared difference of neighbouring pixels.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FreshGenerators(Maker):
     ) -> None:
         self._shape, self._roughness = shape, roughness
         doublings = max(1, math.ceil(math.log2(max(shape[1:]) / _FIRST)))
-        channels = [width * 2**level for level in reversed(range(doublings))]  # that enter each doubling
+        channels = [width * 2**level for level in reversed(range(doublings))]  # input of each upsampling
         self._side = _FIRST * 2**doublings
         self._shapes: list[tuple[int, ...]] = [(2 * channels[0], _FIRST, _FIRST), (2 * channels[0],)]
         for inputs, outputs in zip(channels, [*channels[1:], shape[0]], strict=True):
@@ -54,10 +54,10 @@ class FreshGenerators(Maker):
         self.size = batch_size * sum(self._sizes)
         self._noise = torch.randn(noise, generator=torch.Generator().manual_seed(0))  # a constant of the network
         self._reach = float(self._noise.abs().sum())
-        self.label_rate = self._reach + 1  # the label's layer has a bias, too
+        self.label_rate = self._reach + 1  # the layer of the label also has a bias
 
     def begin(self, rows: int, rng: torch.Generator) -> Tensor:
-        """The weights that PyTorch's layers begin with; the first map is made of weights that are then forgotten."""
+        """Draw the weights as PyTorch's layers do; the weights behind the first map are not kept."""
         images = rows * self.size // sum(self._sizes)
         return torch.stack([torch.cat(list(self._draw(rng))) for _ in range(images)]).view(rows, -1)
 
@@ -75,13 +75,13 @@ class FreshGenerators(Maker):
             yield torch.zeros(shift)
 
     def rates(self) -> Tensor:
-        """The first map moves as all the weights behind it would have moved it."""
+        """Return factors that move the first map as far as the weights behind it would."""
         factors = [self._reach] + [1.0] * (len(self._sizes) - 1)
         each = torch.cat([torch.full((size,), factor) for size, factor in zip(self._sizes, factors, strict=True)])
         return each.repeat(self.size // len(each))
 
     def pictures(self, flat: Tensor, labels: Tensor | None) -> Tensor:
-        """What the generators make of their noise."""
+        """Return the images that the generators make from their noise."""
         images = flat.reshape(-1, sum(self._sizes))
         pieces = torch.split(images, self._sizes, 1)
         first, bias, *rest = (piece.view(-1, *shape) for piece, shape in zip(pieces, self._shapes, strict=True))
@@ -95,13 +95,13 @@ class FreshGenerators(Maker):
         return maps[..., down : down + self._shape[1], right : right + self._shape[2]].sigmoid()
 
     def penalty(self, flat: Tensor, pictures: Tensor) -> Tensor:
-        """Total variation as in the code of GRNN."""
+        """Return the total variation as in the code of GRNN."""
         down, right = (pictures.diff(dim=axis).square().flatten(1).mean(1) for axis in (2, 3))
         return 2 * self._roughness * (down + right).view(len(flat), -1).mean(1)
 
 
 def doubled_convolution(maps: Tensor, kernels: Tensor) -> Tensor:
-    """Double each map (N, C, H, W) by repeating its pixels, then convolve it with a kernel of its own, padded by 1.
+    """Upsample each map (N, C, H, W) by repeating its pixels, then convolve it with its own kernel, padded by 1.
 
     Args:
         maps: (N, C, H, W).
@@ -119,10 +119,10 @@ def doubled_convolution(maps: Tensor, kernels: Tensor) -> Tensor:
 
 
 def _met(products: Tensor, axis: int) -> Tensor:
-    """Add up along one axis of pixels what the three taps on axis 1 bring to both halves of each doubled pixel.
+    """Sum the three kernel taps (axis 1) into each upsampled pixel pair along one axis.
 
-    The first half meets the pixel before by the first tap, and its own by the two others; the second half its own by
-    two, and the pixel after by the last.
+    The first pixel of a pair gets the first tap of the previous pixel and the other two of its own; the second gets the
+    first two taps of its own pixel and the last of the next.
     """
     before, own, after = products.unbind(1)
     axis -= 1

@@ -2,7 +2,7 @@ r"""Labels from the gradient of the last layer.
 
 For cross-entropy the gradient by output c of an example is :math:`p_c - [c = y]`, negative only at the label; with
 non-negative features its sign reaches the last weights. All functions take a mean gradient over a batch, for many
-targets at once: ``weight`` (T, classes, features), and ``bias`` (T, classes) where the layer has one.
+targets at once: ``weight`` (T, classes, features), and ``bias`` (T, classes) or None.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from gradveil.threat import Knowledge, Observation
 
 
 def last_layer(seen: Observation, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Weight (T, num_classes, features) and bias of the linear layer with one output a class that is called last."""
+    """Return weight (T, num_classes, features) and bias of the last called linear layer with one output per class."""
     called: list[str] = []
     with watch(seen.network, after=lambda call: called.append(call.name)), torch.no_grad():
         seen.network(torch.zeros(1, *seen.shape).to(next(iter(tensors.values()))))
@@ -24,8 +24,8 @@ def last_layer(seen: Observation, tensors: Mapping[str, Tensor]) -> tuple[Tensor
     names = fitting or [name.removesuffix(".weight") for name, t in tensors.items() if _is_head(seen, t)]
     if not names:
         raise ConfigError(
-            "Label recovery needs a linear layer with one output a class in the update, got none. "
-            "Give the labels, or use dlg, which searches them."
+            "Label recovery needs a linear layer with one output per class in the update, got none. "
+            "Add labels to --knows, or use --attacks dlg, which searches them."
         )
     own = f"{names[-1]}.weight" if f"{names[-1]}.weight" in tensors else names[-1]
     return tensors[own], tensors.get(f"{names[-1]}.bias")
@@ -36,43 +36,43 @@ def _is_head(seen: Observation, tensor: Tensor) -> bool:
 
 
 def idlg(weight: Tensor) -> Tensor:
-    """The label of a single example: the class whose row sum is least (T,).
+    """Return the label (T,) of a single example: the class whose row has the least sum.
 
     Reference: Zhao et al. 2020 (iDLG), https://arxiv.org/abs/2001.02610, Eq. 4.
-    Fails: for more than one example, and where features can be negative (tanh, no activation), as the sign is lost.
+    Fails: for more than one example, and if features can be negative (tanh, no activation), as the sign is lost.
     """
     return weight.sum(2).argmin(1)
 
 
 def distinct(weight: Tensor, count: int) -> Tensor:
-    """``count`` labels, all different: the classes with the least minimum over features, (T, count), sorted.
+    """Return different labels (T, count), sorted: the classes with the least minimum over features.
 
     Reference: Yin et al. 2021 (GradInversion), https://arxiv.org/abs/2104.07586, Eq. 6.
-    Fails: where a label repeats in a batch, and for negative features; weak on trained networks (p near one-hot).
+    Fails: if a label repeats in a batch, and for negative features; weak on trained networks (p near one-hot).
     """
     classes = weight.shape[1]
     if count > classes:
         raise ConfigError(
-            f"distinct labels can't be more than the {classes} classes, got {count} examples. Use counts."
+            f"Distinct labels must be at most as many as the {classes} classes, got {count}. Use labels=counted."
         )
     return weight.amin(2).topk(count, dim=1, largest=False).indices.sort(1).values
 
 
 def counted(weight: Tensor, bias: Tensor | None, count: int, prediction: Tensor) -> Tensor:
-    r"""``count`` labels with repetitions, (T, count), sorted: the counts that explain the last layer's gradient best.
+    r"""Return labels with repetitions, (T, count), sorted: those that best explain the last layer's gradient.
 
-    The bias gradient is :math:`b_c = \bar p_c - n_c / B` with the batch's mean prediction. As none is negative,
-    :math:`n_c \ge -B b_c` for certain. For the rest the attacker puts its own estimate ``prediction`` (T, classes) or
-    (classes,), e.g. the network's mean output on noise, and rounds :math:`n_c = B (\bar p_c - b_c)` to integers that
-    add up to B, largest remainders first. Without a bias, row sums serve in its place, scaled so that the negative ones
-    add up to minus the probability mass they must remove.
+    The bias gradient is :math:`b_c = \bar p_c - n_c / B` with the batch's mean prediction :math:`\bar p`. As
+    predictions are not negative, :math:`n_c \ge -B b_c` is certain. For the rest, the attacker uses its own estimate
+    ``prediction`` (T, classes) or (classes,), for example the network's mean output on noise, and rounds
+    :math:`n_c = B (\bar p_c - b_c)` to integers that sum to B, largest remainders first. Without a bias, row sums
+    replace it, scaled so that the negative ones sum to minus the probability mass that they must remove.
 
     Reference: after Wainakh et al. 2022 (LLG), https://arxiv.org/abs/2105.09369, and Geng et al. 2021.
-    Fails: where the prediction on private images differs much from the estimate: on trained networks only the certain
-    part is left, each class that is there at least once.
+    Fails: if the prediction on private images differs much from the estimate: on trained networks only the certain
+    part is correct, which has each class that occurs at least once.
     """
     evidence = bias if bias is not None else _scaled_rows(weight, prediction)
-    evidence = evidence.nan_to_num().clamp(-1, 1)  # more is not of cross-entropy
+    evidence = evidence.nan_to_num().clamp(-1, 1)  # cross-entropy gives no larger values
     certain = (-count * evidence - _ROUNDING).ceil().clamp_min(0)
     total = certain.sum(1, keepdim=True)
     certain = torch.where(total > count, (certain * count / total.clamp_min(1)).floor(), certain)
@@ -99,9 +99,10 @@ def _scaled_rows(weight: Tensor, prediction: Tensor) -> Tensor:
 
 
 def bias_excess(seen: Observation, gradients: Mapping[str, Tensor]) -> list[float]:
-    r"""How much larger each target's last bias gradient is than cross-entropy can make it; up to 1 all is well.
+    r"""Return how many times larger each target's last bias gradient is than cross-entropy allows; at most 1 is normal.
 
-    Of a mean loss it is :math:`\bar p - n / B`, two distributions apart, so its absolute values add up to at most 2.
+    For a mean loss it is :math:`\bar p - n / B`, the difference of two distributions, whose absolute values sum to at
+    most 2.
     """
     try:
         weight, bias = last_layer(seen, gradients)
@@ -112,23 +113,23 @@ def bias_excess(seen: Observation, gradients: Mapping[str, Tensor]) -> list[floa
 
 
 def known_or_recovered(seen: Observation) -> Tensor:
-    """The labels (T, B) that an attacker goes by: those granted, else iDLG's for one example, else counted ones.
+    """Return the labels (T, B) to assume: the granted ones, else iDLG's for one example, else counted ones.
 
-    Of several local steps the mean gradient is taken; its counts are those of all steps together.
+    For several local steps the mean gradient is used; its counts are those of all steps together.
     """
     if seen.knows(Knowledge.LABELS):
         return seen.labels
     weight, bias = last_layer(seen, seen.mean_gradients)
-    if seen.num_examples == 1:  # the bias gradient is p - [y], negative at the label alone whatever the features are
+    if seen.num_examples == 1:  # the bias gradient p - [y] is negative only at the label, for any features
         return (idlg(weight) if bias is None else bias.argmin(1))[:, None]
     return counted(weight, bias, seen.num_examples, likely_prediction(seen))
 
 
 def likely_prediction(seen: Observation) -> Tensor:
-    """An attacker's estimate (T, classes) of the network's mean output on the private images during local training.
+    """Return an estimate (T, classes) of the network's mean output on the private images during local training.
 
-    On public images where they are granted, else on noise; the mean of the output before the first step and before the
-    last, whose weights lie about where the last but one came back.
+    Uses public images if they are granted, else noise. For several local steps it is the mean of the output before the
+    first step and before the last, whose weights are interpolated.
     """
     if seen.knows(Knowledge.PUBLIC_DATA):
         images = seen.public_data.images[:256]

@@ -172,9 +172,9 @@ def _mixes(network: nn.Module) -> bool:
 
 
 def _written_out(network: nn.Module, *, batch_statistics: bool) -> nn.Module:
-    """A copy whose LayerNorm, and BatchNorm as in training, are plain arithmetic; the same object without such layers.
+    """Return a copy whose LayerNorm, and BatchNorm in training mode, are plain arithmetic, or the network without any.
 
-    Under vmap torch's own kernels give a second derivative that is off by up to some percent.
+    Under vmap, the second derivative of torch's own kernels is wrong by up to a few percent.
     """
     layers = (nn.LayerNorm, _BatchNorm) if batch_statistics else (nn.LayerNorm,)
     if not any(isinstance(layer, layers) for layer in network.modules()):

@@ -1,9 +1,9 @@
-r"""What the fully connected layers saw, class by class, read off an update without any search.
+r"""The inputs of fully connected layers per class, read off an update without any search.
 
 The change of a Linear layer's weight is a sum of products of an error and a representation, its input:
-:math:`\Delta W = -\eta \sum_j \delta_j r_j^T`, and that of its bias is :math:`-\eta \sum_j \delta_j`. Where clients
-have few classes, each row belongs to one class for the most part. All functions take changes of weights, of one step or
-of many, for T targets at once, and need neither a learning rate nor a number of images.
+:math:`\Delta W = -\eta \sum_j \delta_j r_j^T`, and that of its bias is :math:`-\eta \sum_j \delta_j`. If clients have
+few classes, each row belongs mostly to one class. All functions take changes of weights, of one step or several, for T
+targets at once, and need neither the learning rate nor the number of images.
 
 Reference: Sun et al. 2021 (Soteria), https://arxiv.org/abs/2012.06043, Section 3.2.
 """
@@ -18,18 +18,18 @@ from gradveil.validate import one_of
 
 
 def trained_classes(weight: Tensor, bias: Tensor | None) -> Tensor:
-    r"""Which classes clients trained on, (T, classes) bool, from the change of the last layer.
+    r"""Return a mask (T, classes) of the classes that clients trained on, from the change of the last layer.
 
-    For cross-entropy the error of output c is :math:`p_c - [c = y]`, so only the images of class c raise its bias, and
-    with features that are not negative the sum of its row. A class counts as trained on where its bias, or without one
-    the sum of its row, went up by more than a hundredth of the largest rise.
+    For cross-entropy the error of output c is :math:`p_c - [c = y]`, so only images of class c raise its bias and, with
+    non-negative features, the sum of its row. A class counts as trained on if its bias (without a bias, the sum of its
+    row) rose by more than a hundredth of the largest rise.
 
     Args:
         weight: (T, classes, features), the change of the last layer's weight.
-        bias: (T, classes), that of its bias, where it has one.
+        bias: (T, classes), the change of its bias, or None.
 
-    Differs from the paper: it takes the rows of larger magnitude, but gives no threshold; a sign needs none.
-    Fails: for a class with a smaller share of the images than the network gives it anyway, so with many classes, and
+    Differs from the paper: the paper uses the rows of larger magnitude, but gives no threshold; a sign needs none.
+    Fails: for a class with a smaller share of the images than the network predicts for it, so with many classes; and
     without a bias for negative features.
 
     Example:
@@ -46,41 +46,42 @@ _LEAST_RISE = 0.01
 
 
 def class_representations(seen: Observation, classes: Tensor | None = None, rows: str = "errors") -> dict[str, Tensor]:
-    r"""The mean representation of each class at the input of every Linear layer, but for a factor.
+    r"""Return each class's mean representation at the input of every Linear layer, up to a factor.
 
-    Last layer: that of class i is row i of the change, which its images make out nearly alone. Then backwards, layer by
-    layer, where the representation of class i is a combination of the rows that belong to it.
+    In the last layer, the representation of class i is row i of the change, to which mostly its own images contribute.
+    Then backwards, layer by layer, the representation of class i is a combination of the rows that belong to it.
 
-    ``elements``: an element of the next layer's representation that is larger than those of other classes names a row,
+    ``elements``: an element of the next layer's representation that is larger than in other classes selects a row,
 
     .. math:: \hat r_i^{l-1} = \sum_j \max\Big(0, \hat r_{ij}^l - \frac{1}{C-1} \sum_{k \ne i} \hat r_{kj}^l\Big)\,
         s_j\, \Delta W_j^{l-1}
 
-    with representations of unit length, and the sign :math:`s_j` of the error taken off by that of the bias's change,
-    or without a bias by that of the row's sum.
+    with representations of unit length, where :math:`s_j` is the sign of the bias's change, or without a bias of the
+    row's sum, and removes the sign of the error.
 
-    ``errors``: the error of class i at the last layer, :math:`e_i - 1/C` for a network that can't tell yet, goes back
-    through the weights that the server knows, past units that are on by :math:`\hat r_i^l > 0`. As :math:`\Delta W =
-    \sum_i d_i r_i^T`, representations are :math:`D^+ \Delta W`, a least squares fit to all classes at once.
+    ``errors``: the error of class i at the last layer, :math:`e_i - 1/C` for an untrained network, is propagated back
+    through the weights, which the server knows, and through units that are active by :math:`\hat r_i^l > 0`. As
+    :math:`\Delta W = \sum_i d_i r_i^T`, representations are :math:`D^+ \Delta W`, a least-squares fit to all classes at
+    once.
 
-    For a single image each row is a multiple of its representation, and both are exact but for a factor.
+    For a single image each row is a multiple of its representation, and both ways are exact up to a factor.
 
     Args:
-        seen: of any number of local steps.
-        classes: (T, classes) bool, those to infer; by default `trained_classes`.
+        seen: what the server saw, after any number of local steps.
+        classes: (T, classes) bool, the classes to infer; by default `trained_classes`.
         rows: errors or elements, as above.
 
     Returns:
-        For each layer of the chain by its name, first to last, (T, classes, features) of unit length; NaN for classes
-        that are not there.
+        Representations (T, classes, features) of unit length by layer, first to last; NaN for classes that were not
+        trained on.
 
     Raises:
-        ConfigError: if the network does not end in a Linear layer with one output a class.
+        ConfigError: if the network does not end in a Linear layer with one output per class.
 
-    Differs from the paper: Section 3.2 says that element values identify the row of a class and leaves the rest to an
-    appendix that the published version lacks. ``elements`` is that sentence; how rows are weighted and their signs
-    found was decided here. ``errors`` is not in the paper: before the last layer ``elements`` gives what the classes
-    share and hardly tells them apart, and this does (`gradveil reproduce soteria --table 1`).
+    Differs from the paper: Section 3.2 says that element values identify the row of a class and leaves the details to
+    an appendix that the published version lacks. ``elements`` follows this sentence; the weights and signs of rows are
+    our choice. ``errors`` is not in the paper: before the last layer, ``elements`` finds what all classes share rather
+    than what distinguishes them, which ``errors`` does (`gradveil reproduce soteria --table 1`).
     """
     one_of("rows", rows, ROWS)
     chain = linear_chain(seen)
@@ -106,7 +107,7 @@ ROWS = ("errors", "elements")
 
 
 def _excess(representations: Tensor, found: Tensor) -> Tensor:
-    """How far each element (T, classes, features) exceeds the mean of the other classes found; 0 where it does not."""
+    """Return by how much each element (T, classes, features) exceeds the mean of the other classes, at least 0."""
     others = (found.sum(1)[:, None, None] - 1).clamp_min(1)
     mean = (representations.sum(1, keepdim=True) - representations) / others
     return (representations - mean).clamp_min(0) * found[..., None]
@@ -118,18 +119,18 @@ def _signed_rows(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _fitted(errors: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What errors (T, classes, outputs) must have met to make the change; its sign is the one that fits the bias."""
+    """Return the inputs that explain the change, given errors (T, classes, outputs); the bias determines their sign."""
     fit: Tensor = torch.linalg.pinv(_unit(errors).mT, rtol=_RANK)  # (T, classes, outputs)
     found = fit @ weight
     return found if bias is None else found * (fit @ bias[..., None]).sign()
 
 
 _RANK = 1e-2
-"""Errors of classes that differ by less than this share can't be told apart."""
+"""Errors of classes that differ by less than this share count as equal."""
 
 
 def _switched(seen: Observation, chain: list[str]) -> set[str]:
-    """The layers whose input has units that are off, which pass no error back: those behind a ReLU."""
+    """Return the layers after a ReLU, whose input has inactive units that pass no error back."""
     noise = torch.rand(16, *seen.shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), inputs_of(seen.network, chain) as reached:
         seen.network(noise.to(next(iter(seen.updates.values()))))
@@ -142,7 +143,7 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 def linear_chain(seen: Observation) -> list[str]:
-    """The names of the Linear layers at the network's end, first to last, each fed by the one before.
+    """Return the names of the Linear layers at the network's end, first to last, each fed by the one before.
 
     Between two of them there may be layers without parameters that keep the shape, such as activations and Dropout.
     """
@@ -158,8 +159,8 @@ def linear_chain(seen: Observation) -> list[str]:
             break
     if not chain:
         raise ConfigError(
-            "Representations need a network that ends in a Linear layer with one output a class, got none in the "
-            "update. Use an attack that matches gradients, such as gs."
+            "Representations need a network that ends in a Linear layer with one output per class, got none in the "
+            "update. Use an attack that matches gradients, such as --attacks gs."
         )
     return chain
 
@@ -170,7 +171,7 @@ def _is_head(seen: Observation, name: str) -> bool:
 
 
 def _calls(seen: Observation) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Every call of a layer without children, in order: its name and the shapes of its input and output."""
+    """Return every call of a layer without children, in order: its name and the shapes of input and output."""
     leaves = [name for name, layer in seen.network.named_modules() if name and not list(layer.children())]
     with record(seen.network, leaves) as calls, torch.no_grad():
         seen.network(torch.zeros(1, *seen.shape).to(next(iter(seen.updates.values()))))

@@ -1,25 +1,25 @@
-r"""Tell a private image's gradient from that of the decoy which a defence hides behind it, by linear algebra alone.
+r"""Separate a private image's gradient from that of a decoy that the defence mixed in, by linear algebra alone.
 
-The gradient of a network's last Linear is :math:`\delta_s h_s^T + \delta_c h_c^T`, of rank two: features and error of
-the private image s and of its decoy c. Both h lie in a known plane, and four numbers that place them there must explain
+The gradient of a network's last Linear is :math:`\delta_s h_s^T + \delta_c h_c^T`, of rank two: errors and features of
+the private image s and its decoy c. Both h lie in a known plane, and the four coordinates in it must satisfy
 
 .. math:: \delta_s = \mathrm{softmax}(W h_s + b) - e_y, \quad
     \delta_c = \mathrm{softmax}(W h_c + b) - (1 - \lambda) e_z - \lambda e_y
 
-for some class z: three equations a class, which leave no doubt. From there it goes backwards as in R-GAP. The errors of
-a layer's output are known of both images, so its gradient is linear in the two inputs, :math:`M_s x_s + M_c x_c`. What
-the projection P leaves that :math:`M_c` does not reach speaks of the private image alone. Where these equations, with
-those of the output, are enough, :math:`x_s` is solved for, then :math:`x_c`, and the layer before is next. Where they
-are not, the projected gradient is still the private image's own.
+for some class z: three equations per class, which determine the solution. The earlier layers are solved backwards as in
+R-GAP. The errors of a layer's output are known for both images, so its gradient is linear in the two inputs,
+:math:`M_s x_s + M_c x_c`. The projection P on what :math:`M_c` does not reach leaves only the private image's part. If
+these equations and those of the output are enough, :math:`x_s` is solved for, then :math:`x_c`, and then the layer
+before. If they are not, the projected gradient still belongs to the private image alone.
 
-What comes out is the private image's own gradient as far as it could be told: an attack matches it as if there were no
-defence, and leaves out the rest.
+The result is the part of the private image's own gradient that could be separated: an attack matches it as if there
+were no defence, and leaves out the rest.
 
 Needs: one private image with a known label and one decoy, in a single step; a network that ends in a Linear with bias.
-Before that Linear only plain chains are followed, `gradveil.attacks.parts.chains`.
-Fails: where both errors are the same but for a factor, so that the plane is a line: both images sure of one class.
-Where decoy and private image have the same label, it may take one for the other if the decoy is not far from images.
-Reference: this package's own; R-GAP, https://arxiv.org/abs/2010.07733, has the equations of one image.
+Before that Linear, only plain chains are followed (`gradveil.attacks.parts.chains`).
+Fails: if both errors are equal up to a factor, so that the plane is a line: both images are surely of one class. If
+decoy and private image have the same label, they may be confused unless the decoy is far from real images.
+Reference: ours; R-GAP, https://arxiv.org/abs/2010.07733, has the equations for one image.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,21 +45,21 @@ from gradveil.threat import Knowledge, Observation
 from gradveil.types import Tensors
 
 KEEP, PROJECT = "keep/", "project/"
-"""Prefixes of what travels beside the gradients: whether a tensor counts, (T, 1, ..), and P, (T, R, R)."""
+"""Prefixes of entries that accompany the gradients: whether a tensor counts, (T, 1, ..), and P, (T, R, R)."""
 STARTS, STEPS, TRIES = 12, 60, 5
-"""Searches for the four numbers for each class z, steps of each, and how often all begin anew where none succeeds."""
+"""Searches for the four coordinates per class z, steps per search, and how often all restart if none succeeds."""
 EXPLAINED = 1e-3
-"""The largest relative misfit at which equations count as solved."""
+"""Equations count as solved up to this relative misfit."""
 EXACT = 1e-7
-"""The relative misfit at which a search needs to look no further: what float32 allows."""
+"""A search stops at this relative misfit, the precision of float32."""
 THIN = 1e-5
-"""The plane counts as one if its second direction has this share of the first; float32 has 1e-7."""
+"""A gradient has rank two if its second singular value is above this share of the first; float32 has 1e-7."""
 LARGEST = 30_000_000
-"""Entries of the largest system of equations that is solved."""
+"""The largest system of equations that is solved, in entries."""
 
 
 class Half(NamedTuple):
-    """One of the two images at some layer: the layer's input, and the gradient of its output."""
+    """One of the two images at a layer: the layer's input and the gradient of its output."""
 
     inputs: Tensor
     error: Tensor
@@ -67,19 +67,19 @@ class Half(NamedTuple):
 
 @dataclass
 class Told:
-    """What could be told of one target: the private image's own gradients by name, and P where they are projected."""
+    """The separated part of one target: the private image's own gradients by name, and P for projected ones."""
 
     own: dict[str, Tensor] = field(default_factory=dict)
     project: dict[str, Tensor] = field(default_factory=dict)
 
 
 def told_apart(seen: Observation, gradients: Tensors, share: float, *, spares: bool = False) -> list[Told | None]:
-    """What could be told of each target's private image, None where nothing could.
+    """Return what could be separated of each target's private image, or None if nothing could.
 
     Args:
-        seen: what a server saw.
-        gradients: mean gradients (T, ...) as they were before any factor on both parts.
-        share: of the private image's label in the decoy's, lambda.
+        seen: what the server saw.
+        gradients: mean gradients (T, ...) before any factor on both parts.
+        share: lambda, the share of the private image's label in the decoy's.
         spares: whether some images have no decoy; a gradient of rank one is then the image's own.
     """
     name = _last_linear(seen)
@@ -102,7 +102,7 @@ def told_apart(seen: Observation, gradients: Tensors, share: float, *, spares: b
 
 
 def projected(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
-    """What a guess's gradient has of the parts that were told apart; ``seen`` says which, from `stacked`."""
+    """Return the separated parts of a guess's gradient; ``seen``, from `stacked`, says which these are."""
     beside = {name: tensor for name, tensor in seen.items() if name.startswith((KEEP, PROJECT))}
     return {name: _kept(name, tensor, seen) for name, tensor in guess.items()} | beside
 
@@ -114,17 +114,17 @@ def _kept(name: str, tensor: Tensor, seen: Tensors) -> Tensor:
 
 
 def by_channel(gradient: Tensor) -> Tensor:
-    """(T, channels of the input, R) of a weight's gradients: (T, out, in) or (T, out, in, height, width)."""
+    """Reshape gradients of a weight, (T, out, in) or (T, out, in, height, width), to (T, input channels, R)."""
     return gradient.transpose(1, 2).flatten(2)
 
 
 def by_weight(channels: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `by_channel`."""
+    """Invert `by_channel`."""
     return channels.view(like.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _last_linear(seen: Observation) -> str | None:
-    """The Linear with a bias that gives the logits; None where the last one is no such layer."""
+    """Return the name of the Linear with bias that gives the logits, or None if the last Linear does not."""
     linears = [(name, layer) for name, layer in seen.network.named_modules() if isinstance(layer, nn.Linear)]
     name, layer = linears[-1] if linears else ("", None)
     return name if layer is not None and layer.bias is not None and layer.out_features == seen.num_classes else None
@@ -134,10 +134,10 @@ def _last_linear(seen: Observation) -> str | None:
 
 
 def split_last(gradients: Tensors, name: str, seen: Observation, label: int, share: float) -> tuple[Half, Half] | None:
-    """The private image and the decoy at the last layer; None where nothing explains its gradient.
+    """Return the private image and the decoy at the last layer, or None if nothing explains its gradient.
 
-    Labels tell which is which. Where z is the private label too, the private one is whose features are nearer to those
-    of pictures of noise.
+    Their labels distinguish them. If z is the private label too, the private image is the one whose features are nearer
+    to those of noise images.
     """
     seen_weight, seen_bias = gradients[f"{name}.weight"], gradients[f"{name}.bias"]
     layer = seen.network.get_submodule(name)
@@ -145,13 +145,13 @@ def split_last(gradients: Tensors, name: str, seen: Observation, label: int, sha
     if not _is_plane(seen_weight):
         return None
     _, sizes, right = torch.linalg.svd(seen_weight, full_matrices=False)
-    plane = right[:2] * sizes[0]  # (2, features); places in it are of order one
+    plane = right[:2] * sizes[0]  # (2, features); coordinates in it are of order one
     outputs = plane @ weight.T  # (2, classes)
     inside = seen_weight @ right[:2].T / sizes[0]  # (classes, 2)
     own = F.one_hot(torch.tensor(label), len(bias)).double()
-    theirs = (1 - share) * torch.eye(len(bias), dtype=torch.float64) + share * own  # a line for each z
+    theirs = (1 - share) * torch.eye(len(bias), dtype=torch.float64) + share * own  # one row per z
     labels = torch.stack([own.expand_as(theirs), theirs], 1).repeat(STARTS, 1, 1)  # (N, 2, classes)
-    rng = torch.Generator().manual_seed(0)  # not the attack's: it decides nothing but where a search begins
+    rng = torch.Generator().manual_seed(0)  # not the attack's: it only decides where a search begins
 
     def misfit(place: Tensor, target: Tensor) -> Tensor:
         errors = inside @ _inverse(place)  # (classes, 2)
@@ -176,13 +176,13 @@ def split_last(gradients: Tensors, name: str, seen: Observation, label: int, sha
 
 
 def _is_plane(gradient: Tensor) -> bool:
-    """Whether a Linear's gradient is of two images, or more."""
+    """Return whether a Linear's gradient comes from at least two images."""
     sizes = torch.linalg.svdvals(gradient)
     return len(sizes) >= 2 and bool(sizes[1] > THIN * sizes[0])
 
 
 def _inverse(matrix: Tensor) -> Tensor:
-    """Of a 2x2 matrix, in one formula: a search may pass near singular ones."""
+    """Return the inverse of a 2x2 matrix; nearly singular ones are allowed."""
     (a, b), (c, d) = matrix
     adjoint = torch.stack([torch.stack([d, -b]), torch.stack([-c, a])])
     determinant = a * d - b * c
@@ -192,7 +192,7 @@ def _inverse(matrix: Tensor) -> Tensor:
 def _levenberg(
     misfit: Callable[[Tensor, Tensor], Tensor], places: Tensor, targets: Tensor, enough: float
 ) -> tuple[Tensor, Tensor]:
-    """Levenberg-Marquardt on many small problems at once, until one misfit is small enough.
+    """Run Levenberg-Marquardt on many small problems at once, until one misfit is small enough.
 
     Returns:
         The places, and the norms of their misfits.
@@ -219,7 +219,7 @@ def _levenberg(
 
 
 def _usual_features(seen: Observation, name: str) -> Tensor:
-    """The mean of what the last layer sees of pictures of noise."""
+    """Return the last layer's mean input for noise images."""
     rng = torch.Generator().manual_seed(0)
     like = next(iter(seen.updates.values()))
     with torch.no_grad():
@@ -231,7 +231,7 @@ def _usual_features(seen: Observation, name: str) -> Tensor:
 
 
 def _followed(gradients: Tensors, name: str, pair: tuple[Half, Half], layers: list[Layer]) -> Told:
-    """From the last layer backwards, as far as the equations go."""
+    """Solve from the last layer backwards, as far as there are enough equations."""
     told = Told({f"{name}.weight": torch.outer(pair[0].error, pair[0].inputs), f"{name}.bias": pair[0].error})
     for after, layer in zip(reversed(layers[1:]), reversed(layers[:-1]), strict=True):
         back = weight_matrix(after).T
@@ -258,17 +258,17 @@ def _followed(gradients: Tensors, name: str, pair: tuple[Half, Half], layers: li
 
 
 def _one_channel(layer: Layer) -> Layer:
-    """The layer as it sees one channel of its input: the gradients of all channels are alike."""
+    """Return the layer as it sees one channel of its input: all channels have the same equations."""
     return layer._replace(shape=(1, *layer.shape[1:]))
 
 
 def _product(inputs: Tensor, matrix: Tensor, wanted: Tensor) -> Tensor:
-    """(channels, R): what inputs make of the gradient."""
+    """Return the gradient (channels, R) that the inputs cause."""
     return inputs.view(len(wanted), -1) @ matrix.T
 
 
 def unreached(matrix: Tensor) -> Tensor:
-    """The projection (R, R) on what the columns of a matrix (R, n) do not reach.
+    """Return the projection (R, R) on the orthogonal complement of the columns of a matrix (R, n).
 
     Example:
         >>> unreached(torch.tensor([[2.0], [0.0]])).tolist()
@@ -281,12 +281,12 @@ def unreached(matrix: Tensor) -> Tensor:
 
 
 def _solved(layer: Layer, drive: tuple[Tensor, Tensor], matrix: Tensor, wanted: Tensor) -> Tensor | None:
-    """The layer's input from its output's and its gradient's equations; None where these are too few, or disagree.
+    """Return the layer's input from the equations of its output and gradient, or None if they are too few or disagree.
 
     Args:
-        layer: whose input is looked for.
-        drive: its output, and how much each entry of it counts: a saturated one is known badly.
-        matrix: (R, entries of a channel), what a channel of the input makes of the gradient.
+        layer: the layer whose input is wanted.
+        drive: the layer's output, and the weight of each entry: saturated entries are less certain.
+        matrix: (R, entries of a channel), from a channel of the input to its gradient.
         wanted: (channels, R), the gradient.
     """
     output, certain = drive
@@ -312,7 +312,7 @@ def _solved(layer: Layer, drive: tuple[Tensor, Tensor], matrix: Tensor, wanted: 
 
 
 def stacked(gradients: Tensors, found: Sequence[Told]) -> dict[str, Tensor]:
-    """The private images' own gradients (T, ...) by the names in ``gradients``, with what `projected` needs beside."""
+    """Return the private images' own gradients (T, ...) by name, with the additional entries that `projected` needs."""
     result: dict[str, Tensor] = {}
     for name, tensor in gradients.items():
         rows, keeps, matrices = [], [], []
