@@ -87,3 +87,12 @@ def test_folders_are_two_levels_deep_at_most():
 def test_exports_exist_and_are_sorted():
     assert list(gradveil.__all__) == sorted(gradveil.__all__)
     assert all(hasattr(gradveil, name) for name in gradveil.__all__)
+
+
+def test_every_public_class_has_a_name_of_its_own():
+    places = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path.relative_to(SOURCE).as_posix())
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

@@ -17,7 +17,7 @@ from gradveil.defences import Defence, build_defence
 from gradveil.defences.dcs2 import Dcs2
 from gradveil.progress import listening, tell
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, picture_lines, rounded
-from gradveil.reproduce.dcs2_attacks import Case, attack_case, make_case, scores
+from gradveil.reproduce.dcs2_attacks import Dcs2Case, attack_case, make_case, scores
 from gradveil.reproduce.dcs2_training import (
     TASKS,
     Accuracy,
@@ -119,7 +119,7 @@ def played(lab: Lab, plans: Sequence[Plan], *notes: str, images: Images | None =
 Telling = Callable[[str], AbstractContextManager[None]]
 
 
-def _attacked(lab: Lab, plan: Plan, case: Case, telling: Telling) -> dict[Played, Tensor]:
+def _attacked(lab: Lab, plan: Plan, case: Dcs2Case, telling: Telling) -> dict[Played, Tensor]:
     """Return the reconstructions by defence and attacker."""
     task, found = TASKS[plan.task], {}
     size = task.sizes[lab.scale]
@@ -139,7 +139,7 @@ def _words(name: str, attacker: str) -> str:
     return name if attacker == PLAIN else f"{name}, {attacker}"
 
 
-def _guess(case: Case, defence: str, attack: str, *, adaptive: bool, seed: int) -> Tensors:
+def _guess(case: Dcs2Case, defence: str, attack: str, *, adaptive: bool, seed: int) -> Tensors:
     return {"guess": attack_case(case, defence, attack, adaptive=adaptive, seed=seed)}
 
 
@@ -162,7 +162,7 @@ def _price(lab: Lab, plan: Plan, images: Images, telling: Telling) -> dict[tuple
 
 
 def _row(
-    lab: Lab, plan: Plan, case: Case, key: Played, guess: Tensor, price: Mapping[tuple[str, bool], Accuracy]
+    lab: Lab, plan: Plan, case: Dcs2Case, key: Played, guess: Tensor, price: Mapping[tuple[str, bool], Accuracy]
 ) -> Row:
     name, attacker = key
     knows = attacker != PLAIN

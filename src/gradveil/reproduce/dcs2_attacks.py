@@ -26,7 +26,7 @@ FIGURES = ("psnr", "ssim", "lpips")
 
 
 @dataclass(frozen=True)
-class Case:
+class Dcs2Case:
     """The network and images of an attack.
 
     Attributes:
@@ -51,14 +51,14 @@ class Case:
         return torch.stack([batch.images for batch in self.private])
 
 
-def make_case(images: Images, model: str, partition: str, targets: int, seed: int) -> Case:
+def make_case(images: Images, model: str, partition: str, targets: int, seed: int) -> Dcs2Case:
     """Take the first images of the defending client, all sensitive, and the network before the first round."""
     data = images.data
     mine = federate(data, partition, CLIENTS, "1.0", seed).client(DEFENDED)
     public, aux = (to_batch(known.train.images, known.train.labels) for known in (images.public, images.aux))
     network = create_model(model, data.shape, data.num_classes, seed, chosen_normalisation("dataset", data))
     private = [mine[slice(number, number + 1)] for number in range(min(targets, len(mine)))]
-    return Case(network.eval(), private, public, aux, class_averages(public, data.num_classes), data.num_classes)
+    return Dcs2Case(network.eval(), private, public, aux, class_averages(public, data.num_classes), data.num_classes)
 
 
 def class_averages(public: Batch, num_classes: int) -> Tensor:
@@ -73,7 +73,7 @@ def class_averages(public: Batch, num_classes: int) -> Tensor:
     return torch.stack([(some if len(some) else public.images).mean(0) for some in own])
 
 
-def attack_case(case: Case, defence: str, attack: str, *, adaptive: bool, seed: int) -> Tensor:
+def attack_case(case: Dcs2Case, defence: str, attack: str, *, adaptive: bool, seed: int) -> Tensor:
     """Attack the updates of all targets, and return the reconstructions (targets, 1, C, H, W)."""
     built, defending = build_attack(attack), build_defence(defence)
     shape = tuple(case.private[0].images.shape[1:])
@@ -94,7 +94,7 @@ def attack_case(case: Case, defence: str, attack: str, *, adaptive: bool, seed: 
     return built(seen, stream(seed, "dcs2", "attack")).images
 
 
-def scores(case: Case, guess: Tensor, root: Path | None) -> dict[str, float | None]:
+def scores(case: Dcs2Case, guess: Tensor, root: Path | None) -> dict[str, float | None]:
     """Return mean and standard deviation over the targets of each metric, or None if it cannot be measured."""
     figures, _ = score_targets(case.truth, guess, root)
     found: dict[str, float | None] = {}

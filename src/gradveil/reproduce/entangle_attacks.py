@@ -48,7 +48,7 @@ PAPER_6 = {("mnist", "FedAvg"): "< 0.05", ("mnist", "ME"): "0.9835"}
 
 
 @dataclass(frozen=True)
-class Case:
+class EntangleCase:
     """The network and images of an attack on one data set.
 
     Attributes:
@@ -111,7 +111,7 @@ def figure_6(lab: Lab) -> Result:
     return Result(rows, _notes_6(lab, targets, iterations), figures)
 
 
-def _guesses(case: Case, defence: Defence, attack: str, adaptive: bool, seed: int) -> Tensors:
+def _guesses(case: EntangleCase, defence: Defence, attack: str, adaptive: bool, seed: int) -> Tensors:
     return vars(attack_case(case, defence, attack, adaptive, seed))
 
 
@@ -129,21 +129,23 @@ def attackers() -> list[tuple[str, bool]]:
     ]
 
 
-def make_case(data: Dataset, model: str, targets: int, seed: int) -> Case:
+def make_case(data: Dataset, model: str, targets: int, seed: int) -> EntangleCase:
     """Draw private training images of different classes, and a public test image of one more class."""
     rng = np.random.default_rng(derive_seed(seed, "entangle", "targets"))
     kinds = rng.permutation(data.num_classes)
     places = [rng.choice(np.flatnonzero(data.train.labels == kind)) for kind in kinds[:targets]]
     public = rng.choice(np.flatnonzero(data.test.labels == kinds[targets]))
     network = create_model(model, data.shape, data.num_classes, seed, Normalisation(data.mean, data.std))
-    return Case(network.eval(), _batch(data.train, places), _batch(data.test, [public]), data.std, data.num_classes)
+    return EntangleCase(
+        network.eval(), _batch(data.train, places), _batch(data.test, [public]), data.std, data.num_classes
+    )
 
 
 def _batch(split: Split, places: Sequence[int]) -> Batch:
     return to_batch(split.images[places], split.labels[places], np.ones(len(places), bool))
 
 
-def attack_case(case: Case, defence: Defence, attack: str, adaptive: bool, seed: int) -> Trials:
+def attack_case(case: EntangleCase, defence: Defence, attack: str, adaptive: bool, seed: int) -> Trials:
     """Attack the same updates of all targets several times, from different starts."""
     targets = len(case.private)
     seen = observe(
@@ -171,7 +173,7 @@ def _least(values: Tensor) -> Tensor:
     return values.nan_to_num(torch.inf).argmin(0)
 
 
-def scores(case: Case, trials: Trials) -> dict[str, float | None]:
+def scores(case: EntangleCase, trials: Trials) -> dict[str, float | None]:
     """Return means over the targets."""
     truth = case.private.images
     oracle = Mse()(truth, trials.closest)
@@ -218,7 +220,7 @@ def _notes_6(lab: Lab, targets: int, iterations: int) -> list[str]:
 COLUMNS = (("FedAvg", False), ("POGZ-FL", False), ("CA-FL", False), ("ME", False), ("ME", True))
 
 
-def _pictures(case: Case, found: Mapping[tuple[str, bool], Trials]) -> Figure:
+def _pictures(case: EntangleCase, found: Mapping[tuple[str, bool], Trials]) -> Figure:
     """Draw one row per target: the true image, and the attacker's choice under each defence."""
     truth = case.private.images
     figure = Figure(figsize=(1.35 * (1 + len(COLUMNS)), 1.55 * len(truth) + 0.3), layout="constrained")
