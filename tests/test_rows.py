@@ -7,7 +7,7 @@ import pytest
 from gradveil.metrics import Metric, build_metric, schema_of
 from gradveil.registry import components
 from gradveil.report.audit_folder import read_audit
-from gradveil.report.summary import summarise
+from gradveil.report.summary import summarise, utility
 from gradveil.rows import COLUMNS, Column, Schema, from_plain, to_plain
 from tests.report.folders import Made, privacy_row, utility_row
 
@@ -79,4 +79,7 @@ def test_what_a_metric_says_of_itself_is_what_its_column_says():
 def test_reports_of_a_defence_are_a_mapping_of_numbers():
     schema = schema_of()
     assert schema.read(utility_row(reports={"A": 0.5, "odd": "x"}))["reports"] == {"A": 0.5}
-    assert schema.column("round", "reports").text({"reports": {"A": 0.5, "rate": 1}}) == "A 0.5, rate 1"
+    column = schema.column("round", "reports")
+    assert column.text({"reports": {"A": 0.5, "rate": 1, "odd": None}}) == "A 0.5, rate 1, odd –"
+    (line,) = utility([utility_row(reports={"A": 0.5, "B": None}), utility_row(seed=1, reports={"A": 1.0, "B": None})])
+    assert line["reports"] == {"A": 0.75, "B": None}

@@ -75,7 +75,7 @@ class Column:
         if self.type in ("texts", "numbers"):
             return ", ".join(map(str, value))
         if self.type == "mapping":
-            return ", ".join(f"{name} {number:.4g}" for name, number in value.items())
+            return ", ".join(f"{name} –" if n is None else f"{name} {n:.4g}" for name, n in value.items())
         return str(value) if self.type == "text" else self._figure(value, line, short)
 
     def _figure(self, value: float, line: Mapping[str, Any], short: bool) -> str:

@@ -20,6 +20,7 @@ from gradveil.errors import DivergedError, RunFolderError
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.server import Engine, Round, ScoreRequest, learning_rate, play_round
 from gradveil.registry import own_files
+from gradveil.rows import COLUMNS, Schema
 from gradveil.storage import save_tensors, write_atomic
 
 MOST_PERSONAL = 200
@@ -101,6 +102,7 @@ class Training:
             row["tripwire_warnings"] = len(alarms)  # clients that found a trap
         if self.defence.reports:
             row["reports"] = {n: v if math.isfinite(v) else None for n, v in sorted(played.reports.items())}
+        Schema(COLUMNS).check("round", row)
         return row, played
 
     def client_rows(self, round_number: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Accuracy and loss over the rounds, as a picture."""
+"""Accuracy and loss by round, as a picture."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ _SERIES = {"accuracy": "test", "accuracy_sensitive": "sensitive (training images
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
-    """Write ``curves.png`` and ``curves.svg`` into ``out``; returns the path of the first."""
+    """Write ``curves.png`` and ``curves.svg`` to ``out``; return the path of the first."""
     figure = curves(rows)
     for kind in ("svg", "png"):
         save_figure(figure, out / f"curves.{kind}")
@@ -20,7 +20,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The figure: accuracies in per cent on the left, the test loss on the right."""
+    """Return the figure: accuracies in per cent on the left, the test loss on the right."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     marker = "o" if len(rows) < 30 else ""

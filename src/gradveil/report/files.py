@@ -48,5 +48,5 @@ def to_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> bytes:
 
 def _cell(value: Any) -> Any:  # noqa: ANN401 - any value of a row
     if isinstance(value, Mapping):
-        return "+".join(f"{name}={item}" for name, item in value.items())
+        return "+".join(f"{name}={item}" for name, item in value.items() if item is not None)
     return "+".join(map(str, value)) if isinstance(value, (list, tuple)) else value

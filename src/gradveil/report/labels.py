@@ -1,4 +1,4 @@
-"""Where to write the names of points so that they hide as little as possible."""
+"""Place the names of points so that they hide as little as possible."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,19 +7,19 @@ Place = tuple[float, float]
 Box = tuple[float, float, float, float]
 
 LETTER, TALL = 7.2, 14.0
-"""Size of a letter in pixels, on the generous side."""
+"""Width and height of a letter in pixels, rounded up."""
 
 
 def spread(
     names: Sequence[str], points: Sequence[Place], strokes: Sequence[Sequence[Place]], inside: Box
 ) -> list[Place]:
-    """The left end of each name's base line, chosen greedily from places around its point.
+    """Return the left end of each name's base line, chosen greedily from places around its point.
 
     Args:
-        names: one a point.
-        points: in pixels, y downwards.
-        strokes: marks and the corners of lines, which names should not cover.
-        inside: left, top, right and bottom of the room.
+        names: one per point.
+        points: positions in pixels, y downwards.
+        strokes: marks and the corners of lines that names should not cover.
+        inside: left, top, right and bottom of the drawing area.
 
     Example:
         >>> spread(["a", "b"], [(50, 50), (50, 52)], [[(50, 50)], [(50, 52)]], (0, 0, 100, 100))
@@ -36,7 +36,7 @@ def spread(
 
 
 def _dotted(stroke: Sequence[Place]) -> list[Place]:
-    """The corners of a line, and dots between them so close that no name slips through."""
+    """Return the corners of a line, and dots between them, so close that no name fits between two."""
     dots = list(stroke[:1])
     for (x1, y1), (x2, y2) in pairwise(stroke):
         count = max(1, round(max(abs(x2 - x1), abs(y2 - y1)) / 8))
@@ -45,7 +45,7 @@ def _dotted(stroke: Sequence[Place]) -> list[Place]:
 
 
 def _cost(box: Box, y: float, dots: Sequence[Place], taken: Sequence[Box], inside: Box) -> float:
-    """How bad a place is: outside, over marks and lines, over other names, far away."""
+    """Return how bad a place is: outside, over marks and lines, over other names, or far away."""
     outside = sum(max(0.0, inside[k] - box[k]) + max(0.0, box[k + 2] - inside[k + 2]) for k in (0, 1))
     hit = sum(box[0] - 5 < dx < box[2] + 5 and box[1] - 4 < dy < box[3] + 4 for dx, dy in dots)
     return 3 * outside + 20 * hit + sum(_overlap(box, other) for other in taken) + 0.5 * abs(box[3] - 7 - y)

@@ -1,4 +1,4 @@
-"""Pieces of HTML in which texts of the user are safe."""
+"""Pieces of HTML in which the user's texts are escaped."""
 
 import json
 import re
@@ -7,18 +7,18 @@ from html import escape
 
 
 def as_json(value: object) -> str:
-    """JSON that can stand inside a script element whatever texts are in it."""
+    """Return JSON that is safe inside a script element, whatever texts it holds."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def solid(text: str) -> str:
-    """Escaped, with figures and their units kept on one line."""
+    """Return the text escaped, with figures and their units kept on one line."""
     return escape(text).replace(" %", "&nbsp;%").replace(" of ", " of&nbsp;").replace(" dB", "&nbsp;dB")
 
 
 def spec(text: str) -> str:
-    """A component's spec, escaped, that may break into lines between its settings only.
+    """Return a component's spec escaped, with line breaks allowed between its settings only.
 
     Example:
         >>> spec("a:x=1,y=<2>+b")
@@ -28,12 +28,12 @@ def spec(text: str) -> str:
 
 
 def bullets(items: Sequence[str], most: int = 20) -> str:
-    """A list of texts, the first of them if there are many."""
+    """Return a list of texts, at most the first ``most``."""
     shown = "".join(f"<li>{escape(item)}</li>" for item in items[:most])
     rest = f"<li>and {len(items) - most} more</li>" if len(items) > most else ""
     return f"<ul>{shown}{rest}</ul>"
 
 
 def section(name: str, title: str, content: str) -> str:
-    """A landmark with a heading."""
+    """Return a section with a heading."""
     return f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{content}</section>'

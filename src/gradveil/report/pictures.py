@@ -14,10 +14,10 @@ GAP = 2
 
 
 def strip_png(images: Tensor, height: int = 128) -> bytes:
-    """A PNG of images (B, C, H, W) in [0, 1], side by side, each pixel repeated until they are ``height`` tall.
+    """Return a PNG of images (B, C, H, W) in [0, 1] side by side, each pixel repeated until they are ``height`` tall.
 
-    One channel is grey and three are colours; of any other number each has a line of its own, in grey. An image with
-    NaN or infinity in it is no guess, and shown as a chequered field.
+    One channel is grey and three are colours; with any other number, each channel has a line of its own in grey. An
+    image that holds NaN or infinity is no guess, and is shown as a chequered field.
 
     Example:
         >>> import torch
@@ -28,7 +28,7 @@ def strip_png(images: Tensor, height: int = 128) -> bytes:
 
 
 def lines_png(lines: Sequence[Tensor], height: int = 128) -> bytes:
-    """Several such strips below each other, of as many images each: the truth, say, and the guesses."""
+    """Return a PNG of several strips of equal length below each other, such as the truth and the guesses."""
     drawn = []
     for images in lines:
         pixels = images.detach().cpu().double().numpy()
@@ -40,7 +40,7 @@ def lines_png(lines: Sequence[Tensor], height: int = 128) -> bytes:
 
 
 def _tile(image: np.ndarray, height: int) -> np.ndarray:
-    """One image (C, H, W) as (H', W', 3) bytes."""
+    """Return one image (C, H, W) as (H', W', 3) bytes."""
     factor = -(-height // image.shape[1])
     large = image.repeat(factor, 1).repeat(factor, 2).transpose(1, 2, 0)
     if not np.isfinite(image).all():
@@ -50,7 +50,7 @@ def _tile(image: np.ndarray, height: int) -> np.ndarray:
 
 
 def _joined(parts: list[np.ndarray], axis: int) -> np.ndarray:
-    """Arrays (H, W, 3) beside each other along an axis, with white gaps."""
+    """Join arrays (H, W, 3) along an axis, with white gaps."""
     size = list(parts[0].shape)
     size[axis] = GAP
     gap = np.full(size, 255, np.uint8)

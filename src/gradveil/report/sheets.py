@@ -1,4 +1,4 @@
-"""The gallery's pictures: one PNG sheet for each line, a column for each picture, a row for each iterate."""
+"""The gallery's pictures: one PNG sheet per line, with one column per picture and one row per iterate."""
 
 import base64
 import io
@@ -20,14 +20,14 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 TARGETS = 16
 """A line shows at most this many targets, and at most twice as many pictures."""
 FRAMES = 12
-"""At most this many pictures on the way."""
+"""At most this many intermediate pictures."""
 BUDGET = 16_000_000
-"""Bytes of all pictures before compression: what a page may carry and still open at once."""
+"""Bytes of all pictures before compression, so that the page still opens at once."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of the truth: which target, which of its images, and its label."""
+    """One picture of the truth: its target, its number in the target's batch, and its label."""
 
     target: int
     image: int
@@ -36,7 +36,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Line:
-    """What one attack made of the shown pictures, on the way and at the end."""
+    """The guesses of one attack for the shown pictures, intermediate and final."""
 
     defence: str
     attack: str
@@ -46,7 +46,7 @@ class Line:
     there: tuple[bool, ...]  # (P,) whether the target was attacked
     guessed: tuple[bool, ...]  # (P,)
     psnr: list[list[float | None]]  # (K, P)
-    steps: list[int]  # (K,), or empty where they are not known
+    steps: list[int]  # (K,), or empty if unknown
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Gallery:
 
 
 def read_gallery(audit: AuditFolder) -> Gallery:
-    """Load as many pictures as a page can carry; what is missing becomes a note."""
+    """Load as many pictures as a page can hold; missing ones become notes."""
     try:
         truth = load_tensors(audit.path / "truth.safetensors")
         images, labels = truth["images"].numpy(), truth["labels"].reshape(truth["images"].shape[:2]).numpy()
@@ -91,7 +91,7 @@ def read_gallery(audit: AuditFolder) -> Gallery:
 
 
 def png(frames: Pixels, guessed: Sequence[bool] = ()) -> str:
-    """A sheet (K, P, C, H, W) as a PNG in base64: K rows of P pictures without gaps; no guess is a chequered field."""
+    """Return a sheet (K, P, C, H, W) as a PNG in base64: K rows of P pictures; no guess is a chequered field."""
     pictures = visible(frames).copy()
     height, width, colours = pictures.shape[2:]
     squares = np.indices((height, width)) // max(1, round(height / 8))
@@ -106,7 +106,7 @@ def png(frames: Pixels, guessed: Sequence[bool] = ()) -> str:
 
 
 def visible(frames: Pixels) -> Pixels:
-    """Pictures (..., C, H, W) as (..., H, W, 1 or 3); other numbers of channels stand below each other in grey."""
+    """Return pictures (..., C, H, W) as (..., H, W, 1 or 3); other numbers of channels are stacked in grey."""
     if frames.shape[-3] not in (1, 3):
         frames = frames.reshape(*frames.shape[:-3], 1, -1, frames.shape[-1])
     return np.moveaxis(frames, -3, -1)
@@ -123,7 +123,7 @@ class _Piece:
 
 
 def _fit(targets: int, images: int, size: int, lines: int) -> tuple[int, int]:
-    """How many targets and frames a line may have so that all lines fit the budget."""
+    """Return how many targets and frames a line may have so that all lines fit the budget."""
     pictures = min(images, 2 * TARGETS)
     targets = max(1, min(targets, 2 * TARGETS // pictures))
     frames = FRAMES
@@ -138,7 +138,7 @@ def _fit(targets: int, images: int, size: int, lines: int) -> tuple[int, int]:
 
 
 def _load(audit: AuditFolder, cell: PlannedCell, shape: tuple[int, ...], most: int, notes: list[str]) -> _Piece | None:
-    """The pictures of a finished cell; None, and a note, where they are not there. A failed cell has none to miss."""
+    """Return the pictures of a finished cell, or None and a note if they are missing. A failed cell has none."""
     path = audit.path / "cells" / f"{cell.name}.safetensors"
     if not path.exists() and (cell.name not in audit.done or _failed(audit, cell)):
         return None
@@ -171,7 +171,7 @@ def _line(
     truth: Pixels,
     scores: Mapping[tuple[object, ...], float | None],
 ) -> Line:
-    """Put the cells' pictures into the columns, and score each frame against the truth."""
+    """Put the cells' pictures into columns, and score each frame against the truth."""
     count = Counter(len(piece.frames) for piece in pieces).most_common(1)[0][0]
     frames = np.zeros((count, *truth.shape[1:]), np.uint8)
     there, guessed = [False] * len(columns), [False] * len(columns)
@@ -192,14 +192,14 @@ def _line(
 
 
 def _psnr(frames: Pixels, truth: Pixels, guessed: Sequence[bool]) -> list[list[float | None]]:
-    """PSNR of each picture as it is drawn, (K, P); None where there is no guess."""
+    """Return the PSNR of each picture as it is drawn, (K, P), or None if it is no guess."""
     mse = np.square((frames.astype(np.float32) - truth) / 255).mean((2, 3, 4), dtype=np.float64)
     values = np.minimum(CAP, -10 * np.log10(np.maximum(mse, 1e-30)))
     return [[round(float(v), 2) if there else None for v, there in zip(row, guessed, strict=True)] for row in values]
 
 
 def _row_scores(audit: AuditFolder) -> dict[tuple[object, ...], float | None]:
-    """The PSNR of the rows, from images before they were rounded to bytes."""
+    """Return the PSNR of the rows, which were computed before images were rounded to bytes."""
     return {
         (row["defence"], row["attack"], row["adaptive"], row["seed"], row["target"]): row["psnr"]
         for row in audit.rows

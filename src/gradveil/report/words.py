@@ -1,4 +1,4 @@
-"""The audit's fine print: what the attacker knew, the command that repeats the run, how figures are computed."""
+"""The end of an audit's page: what the attacker knew, the command that repeats the run, and the method."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ _KNOWLEDGE = {
     "num-examples": "how many images the update was computed from",
     "local-steps": "the settings of local training",
     "defence": "the defence and its settings",
-    "public-data": "images of the same kind from elsewhere",
+    "public-data": "public images of the same kind",
     "class-averages": "the mean image of each class",
     "batch-statistics": "mean and variance of the private batch at each BatchNorm",
     "private-state": "the client's private tensors, such as keys",
@@ -19,22 +19,23 @@ _KNOWLEDGE = {
 }
 
 METHOD = """<h3>How the figures are computed</h3>
-<ul><li>Images lie in [0, 1]: de-normalised, clamped. The guesses of a batch are matched to the truth by the Hungarian
-assignment first.</li>
-<li>PSNR has peak 1, from each image's own MSE, capped at 100 dB. SSIM uses an 11 × 11 Gaussian window. LPIPS uses the
-AlexNet of its authors, on images in [-1, 1]; low is close.</li>
+<ul><li>Images are de-normalised and clamped to [0, 1]. The guesses of a batch are first matched to the truth by the
+Hungarian assignment.</li>
+<li>PSNR has peak 1, is computed from each image's own MSE, and is capped at 100 dB. SSIM uses an 11 × 11 Gaussian
+window. LPIPS uses the AlexNet of its authors, on images in [-1, 1]; lower is closer.</li>
 <li>The attacker chooses among iterates and restarts by its own loss, never by the truth.</li>
 <li>The interval of a PSNR is the 95 % t interval of the seeds' means; one seed has none. The worst case is the largest
-PSNR of any target. The PSNR below a picture on its way, or in a batch, is that of the picture as drawn.</li></ul>
+PSNR of any target. The PSNR below an intermediate picture, or one of a batch, is that of the picture as drawn.</li>
+</ul>
 <h3>What this does not promise</h3>
-<ul><li>A picture that was not recovered here may be recovered by a better attack, or by the same with more patience: a
-figure is a lower bound of the leak. Only an ε is a guarantee.</li>
-<li>Targets, model and training stage decide much; figures of one do not carry over to another.</li>
-<li>What an update tells about labels, membership or properties of the data is not shown by pictures.</li></ul>"""
+<ul><li>A picture that was not recovered here may be recovered by a better attack, or by the same attack with more
+iterations: a figure is a lower bound of the leak. Only an ε is a guarantee.</li>
+<li>Targets, model and training stage matter a lot; figures of one do not carry over to another.</li>
+<li>Pictures do not show what an update reveals about labels, membership or properties of the data.</li></ul>"""
 
 
 def command_of(settings: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> str:
-    """The command line that repeats an audit: one option for each setting that is not at its default.
+    """Return the command line that repeats an audit: one option per setting that differs from its default.
 
     Example:
         >>> command_of({"kind": "audit", "dataset": "mnist-5k", "defences": ["none", "prune"], "adaptive": True})
@@ -59,14 +60,14 @@ def _text(value: object) -> str:
 
 
 def knowledge(summary: Iterable[Mapping[str, Any]]) -> str:
-    """What each attacker knew, those who knew the same together."""
+    """Return what each attacker knew, grouped by knowledge."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for line in summary:
         name = f"{line['attack']}, knowing the defence" if line["adaptive"] else line["attack"]
         names = groups.setdefault(tuple(sorted(line["knows"])), [])
         if name not in names:
             names.append(name)
-    always = "<p>Every attacker is the server: it knows the model that it sent out and the update that came back.</p>"
+    always = "<p>Every attacker is the server: it knows the model that it sent and the update that it received.</p>"
     items = "".join(
         f"<li><b>{escape('; '.join(names))}</b>: also {escape(_words(knows))}.</li>" if knows else
         f"<li><b>{escape('; '.join(names))}</b>: nothing else.</li>"
