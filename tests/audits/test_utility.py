@@ -49,6 +49,16 @@ def test_none_is_not_trained_twice(small, clocked):
     assert clocked == [("none", 1), ("none", 2)]
 
 
+def test_the_row_has_what_the_defence_reported_in_the_last_round(small):
+    settings = small(rounds=2, defences="dp-sgd", batch_norm="freeze")
+    row = price(settings, "dp-sgd")
+    with Simulation(settings.training("dp-sgd", 0), workers=0) as simulation:
+        last = list(simulation.run())[-1]
+    assert row["reports"] == last["reports"]
+    assert row["reports"].keys() == {"dp_sgd_clipped"}
+    assert price(settings, "none")["reports"] is None
+
+
 def test_the_figures_are_those_of_the_training(small):
     settings = small(rounds=3, defences="prune")
     row = price(settings, "prune")

@@ -27,6 +27,7 @@ from gradveil.storage import read_metadata
 
 DEFENCES = '''
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -36,6 +37,8 @@ from gradveil.defences import Defence
 @dataclass(frozen=True)
 class Counting(Defence):
     """Sends its update times the number of rounds that this client has trained: a state advanced twice shows."""
+
+    reports: ClassVar = {"counting_times": "rounds that the client has trained"}
 
     def on_data(self, data, client):
         client.state["times"] = torch.zeros(())
@@ -47,6 +50,7 @@ class Counting(Defence):
 
     def on_update(self, update, client):
         client.state["times"] = client.state["times"] + 1
+        client.report("counting_times", float(client.state["times"]))
         noise = 1 + 0.01 * torch.rand(1, generator=client.rng)
         return update.map(lambda tensor: tensor * noise * (0.5 + client.state["times"] / 50))
 

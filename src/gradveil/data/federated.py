@@ -1,4 +1,4 @@
-"""A data set dealt to clients: who holds which images, and which of them are sensitive."""
+"""A data set dealt to clients: the owner of each image, and which images are sensitive."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,10 +30,10 @@ class FederatedData:
     Attributes:
         train: all training images.
         test: all test images.
-        indices: the clients' training images, one client after the other.
+        indices: positions of the clients' images in ``train``, one client after the other.
         offsets: (N + 1,) where each client's part of ``indices`` begins and ends.
-        sensitive: mark of each entry of ``indices``.
-        public: images that every device has at hand; may be none at all.
+        sensitive: whether each entry of ``indices`` is marked.
+        public: images that every device has; may be None or empty.
     """
 
     train: Split
@@ -51,16 +51,16 @@ class FederatedData:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of images of each client."""
+        """Return the number of images of each client."""
         return [int(size) for size in np.diff(self.offsets)]
 
     def client(self, number: int) -> Batch:
-        """All training images of one client."""
+        """Return all training images of one client."""
         mine = slice(self.offsets[number], self.offsets[number + 1])
         return _batch(self.train, self.indices[mine], self.sensitive[mine])
 
     def only(self, client: int, number: int, num_clients: int) -> "FederatedData":
-        """What the device of one client holds: its images alone, as those of ``number`` among so many, and the rest."""
+        """Return one device's data: this client's images, renumbered, plus shared test and public images."""
         mine = slice(self.offsets[client], self.offsets[client + 1])
         chosen = self.indices[mine]
         train = Split(self.train.images[chosen], self.train.labels[chosen])
@@ -69,14 +69,14 @@ class FederatedData:
 
     @cached_property
     def aux(self) -> Batch | None:
-        """The public images, where there are any."""
+        """Return the public images, or None."""
         if self.public is None or not len(self.public):
             return None
         everything = np.arange(len(self.public))
         return _batch(self.public, everything, np.zeros(len(everything), bool))
 
     def images(self, which: str, client: int | None, start: int, stop: int) -> Batch:
-        """Some of the ``test`` images, of all clients' ``sensitive`` ones, or of one client's ``own``."""
+        """Return a slice of the ``test`` images, of all clients' ``sensitive`` ones, or of one client's ``own``."""
         if which == "test":
             chosen = np.arange(start, min(stop, len(self.test)))
             return _batch(self.test, chosen, np.zeros(len(chosen), bool))
@@ -84,11 +84,11 @@ class FederatedData:
         return _batch(self.train, self.indices[chosen], self.sensitive[chosen])
 
     def count(self, which: str, client: int | None) -> int:
-        """How many images ``images`` would give in all."""
+        """Return the number of images that ``images`` can return."""
         return len(self.test) if which == "test" else len(self._places(which, client))
 
     def _places(self, which: str, client: int | None) -> np.ndarray:
-        """Positions in ``indices``."""
+        """Return positions in ``indices``."""
         if which == "sensitive":
             return np.flatnonzero(self.sensitive)
         if client is None:
@@ -96,7 +96,7 @@ class FederatedData:
         return np.arange(self.offsets[client], self.offsets[client + 1])
 
     def save(self, folder: Path) -> None:
-        """Write the arrays as .npy files, for other processes to map."""
+        """Save the arrays as .npy files, which other processes map."""
         arrays = (
             self.train.images, self.train.labels, self.test.images, self.test.labels,
             self.indices, self.offsets, self.sensitive, *self._public_arrays,
@@ -111,7 +111,7 @@ class FederatedData:
 
     @staticmethod
     def load(folder: Path) -> "FederatedData":
-        """Map the arrays that `save` wrote; the pages are shared by all processes that do so."""
+        """Map the arrays that `save` wrote; all processes share their memory."""
         a = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
         return FederatedData(Split(a[0], a[1]), Split(a[2], a[3]), a[4], a[5], a[6], Split(a[7], a[8]))
 
@@ -126,16 +126,19 @@ def federate(
     guards: Sequence[int] = (),
     aux_labels: bool = True,
 ) -> FederatedData:
-    """Deal the training images to clients by a partition's text (``dirichlet:alpha=0.5``), and mark the sensitive.
+    """Deal the training images to clients by a partition's text (``dirichlet:alpha=0.5``), and mark sensitive images.
 
-    Every device has the images of ``aux`` at hand, where there is one, and clients named in ``guards`` train on them;
-    the others share the set without them. Without one, guards have parts like all others. No image of theirs may be
-    a private client's. Only if ``aux_labels`` are read must they be classes of the task.
+    If ``aux`` is given, every device has its images, the clients in ``guards`` train on them, and the other clients
+    share the data set. Without ``aux``, guards get parts like all other clients. A guard must not have any image of a
+    private client. Labels of ``aux`` must be classes of the task if ``aux_labels`` says that the defence reads them.
     """
     rng = np.random.default_rng(derive_seed(seed, "partition"))
     train, private = dataset.train, num_clients - (len(guards) if aux is not None else 0)
     if private < 1:
-        raise ConfigError(f"Some client must be no guard, got {num_clients} clients of which {len(guards)} are guards.")
+        raise ConfigError(
+            f"Some client must be no guard, got {num_clients} clients of which {len(guards)} are guards. "
+            "Raise --clients."
+        )
     parts = build(Partition, partition).split(train.labels, private, dataset.num_classes, rng)
     marks = mark_sensitive(sensitive or None, parts, np.random.default_rng(derive_seed(seed, "sensitive")))
     if aux is not None:

@@ -1,4 +1,4 @@
-"""The folder of a run: settings, rows, checkpoint. Whatever kills the run, the folder is whole and can be resumed."""
+"""The folder of a run: settings, rows, checkpoint. Whatever kills the run, it can be resumed from this folder."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ _RUN_FILES = ("settings.toml", "rows.jsonl", "checkpoint.safetensors", "clients"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a run stands after a round."""
+    """The state of a run after a round."""
 
     round: int
     model: dict[str, Tensor]
@@ -41,7 +41,7 @@ class RunFolder:
     """One run's folder, locked while in use; use as a context manager.
 
     A round is committed by the atomic replacement of ``checkpoint.safetensors``; its row was appended and synced
-    before that. Rows beyond the checkpoint are of a round that never finished, and are dropped when the run resumes.
+    before that. Rows beyond the checkpoint belong to a round that never finished; they are dropped on resuming.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the folder; one that nothing was written to is taken away again."""
+        """Release the folder; remove it if nothing was written to it."""
         if self._lock is not None:
             with suppress(OSError):  # the folder may be gone
                 if {entry.name for entry in self.path.iterdir()} == {".lock"}:
@@ -77,25 +77,25 @@ class RunFolder:
             self._lock = None
 
     def holds_run(self) -> bool:
-        """Whether a run was ever started here."""
+        """Return whether a run was ever started here."""
         return any((self.path / name).exists() for name in _RUN_FILES)
 
     def saved_settings(self) -> dict[str, Any]:
-        """The settings of the run that is here; empty where there are none yet."""
+        """Return the settings of the run in this folder; empty if there is none yet."""
         path = self.path / "settings.toml"
         return read_settings(path) if path.exists() else {}
 
     def begin(self, settings: TrainSettings, fingerprint: str, *, resume: bool) -> Checkpoint | None:
-        """Claim the folder for a run; returns the checkpoint to go on from, None to start at round 1."""
+        """Claim the folder for a run. Return the checkpoint to continue from, or None to start at round 1."""
         if self.holds_run() and not resume:
             raise RunFolderError(
                 f"{self.path} must be new or empty, got a folder that holds a run. "
-                "Add --resume to go on with it, or choose another --out."
+                "Add --resume to continue it, or choose another --out."
             )
         self._check_same_run(settings)
         self._identity = {"data": fingerprint, "settings": settings_hash(settings)}
         checkpoint = self._load()
-        for part in self.path.glob(".*.part"):  # the rest of a write that was killed
+        for part in self.path.glob(".*.part"):  # left by a write that was killed
             part.unlink(missing_ok=True)
         write_atomic(self.path / "settings.toml", to_toml(settings))
         rows = checkpoint.rows if checkpoint else []
@@ -109,7 +109,7 @@ class RunFolder:
         model: Mapping[str, Tensor],
         server_state: Mapping[str, Tensor],
     ) -> None:
-        """Make a round last: append its row, then replace the checkpoint."""
+        """Save a round: append its row, then replace the checkpoint."""
         path = self.path / "rows.jsonl"
         try:
             with path.open("ab") as file:
@@ -168,13 +168,13 @@ class RunFolder:
 
 
 def settings_hash(settings: TrainSettings) -> str:
-    """A short hash of all settings but those that may change on the way, none of which changes the weights."""
+    """Return a short hash of all settings, except those that may change in a run as they do not change the weights."""
     kept = replace(settings, rounds=0, save_rounds=(), tripwire="off")
     return hashlib.blake2b(to_toml(kept), digest_size=16).hexdigest()
 
 
 def fingerprint(dataset: Dataset | FederatedData, files: Iterable[str]) -> str:
-    """A short hash of what settings only point to: labels, a thousand images, and the files that are named."""
+    """Return a short hash of what settings only name: labels, a thousand images, and the named files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in filter(None, files):
         if not is_file(Path(path)):
@@ -188,12 +188,12 @@ def fingerprint(dataset: Dataset | FederatedData, files: Iterable[str]) -> str:
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Rows as JSON, one a line."""
+    """Return rows as JSON, one per line."""
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
 
 
 def _read_rows(path: Path, last: int) -> list[dict[str, Any]]:
-    """The rows up to a round; what follows is of a round that did not finish, perhaps cut in the middle."""
+    """Return the rows up to a round; later ones belong to a round that did not finish, and may be incomplete."""
     rows: list[dict[str, Any]] = []
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []

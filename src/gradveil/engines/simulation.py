@@ -28,17 +28,17 @@ from gradveil.storage import PrivateFolder
 class Simulation(Training):
     """A federated training run in memory; use as a context manager.
 
-    Results depend on the settings alone: not on the number of workers, nor on what ran before in this process.
+    Results depend only on the settings, not on the number of workers or on earlier runs in this process.
 
     Args:
-        settings: all that decides the result.
-        data_root: where data sets are looked for; by default GRADVEIL_DATA, else the user's cache.
-        workers: processes that train clients; 0 trains in this process, None takes one a core.
+        settings: everything that decides the result.
+        data_root: the folder of named data sets; by default GRADVEIL_DATA, or the user's cache.
+        workers: processes that train clients; 0 trains in this process, None takes one per core.
         clients_folder: where clients keep their private files; by default a temporary folder.
-        dataset: a data set at hand, in place of the named one.
-        aux: public images at hand, in place of the named ones.
-        defence: a defence object, in place of the named one (needs ``workers=0``).
-        network: builds the network, in place of the named model (needs ``workers=0``).
+        dataset: a data set object, instead of the named one.
+        aux: public images as an object, instead of the named ones.
+        defence: a defence object, instead of the named one (needs ``workers=0``).
+        network: builds the network, instead of the named model (needs ``workers=0``).
 
     Example:
         >>> settings = TrainSettings(rounds=1, clients=2, partition="iid:images=20", model="logistic")
@@ -90,7 +90,7 @@ class Simulation(Training):
         super().__init__(settings, defence, net, engine, self.data.sizes, has_sensitive=has_sensitive)
 
     def resume(self, model: Mapping[str, Tensor], server_state: Mapping[str, Tensor], done: int = 0) -> None:
-        """Go on from a checkpoint; an error where a client that trained has lost its keys since."""
+        """Continue from a checkpoint. Raise if a client that trained has lost its keys since."""
         super().resume(model, server_state, done)
         if not self.net.has_private:
             return
@@ -107,14 +107,14 @@ class Simulation(Training):
 
 
 def check_choices(settings: TrainSettings, defence: Defence) -> None:
-    """Raise where settings ask for what the defence can't be given."""
+    """Raise if settings contradict the defence."""
     refuse_in_part(defence, settings)
     if settings.aux and not defence.uses_aux:
         raise ConfigError(f"aux is for defences that use public images, got it with {defence.spec!r}. Drop --aux.")
 
 
 def deal(dataset: Dataset, settings: TrainSettings, defence: Defence, aux: Dataset | None) -> FederatedData:
-    """The data set dealt to the clients as the settings say."""
+    """Return the data set, dealt to the clients by the settings."""
     return federate(
         dataset,
         settings.partition,
@@ -128,7 +128,7 @@ def deal(dataset: Dataset, settings: TrainSettings, defence: Defence, aux: Datas
 
 
 def refuse_unmarked(defence: Defence, num_sensitive: int) -> None:
-    """Raise where a defence protects marked images alone, and nobody has any."""
+    """Raise if a defence protects only marked images, and no client has any."""
     if defence.marked_only and not num_sensitive:
         raise ConfigError(
             f"Defence {defence.spec!r} protects images that are marked sensitive, got none. "
@@ -143,7 +143,7 @@ def server_network(
     shape: tuple[int, int, int],
     num_classes: int,
 ) -> FlatModel:
-    """The server's network after ``on_model``, tried out; an error where it can't be trained or protected."""
+    """Return the server's network after ``on_model``. Raise if it can't be trained or protected."""
     device = usable_device(settings.device)
     module = defended(build_network(), defence, settings.seed, "server").to(device)
     check_output(module, shape, num_classes, device)
@@ -152,7 +152,7 @@ def server_network(
 
 
 def usable_device(text: str) -> torch.device:
-    """The device of this name, tried out; an error where torch can't use it here."""
+    """Return the device of this name. Raise if torch can't use it here."""
     try:
         device = torch.device(text)
         torch.zeros(1, device=device).item()
@@ -164,14 +164,14 @@ def usable_device(text: str) -> torch.device:
 
 
 def chosen_normalisation(text: str, dataset: Dataset) -> Normalisation | None:
-    """How a run normalises its input: by the data set's constants, or as the text says."""
+    """Return the normalisation of a run's input: the data set's constants, or those in the text."""
     if text == "dataset":
         return Normalisation(dataset.mean, dataset.std)
     return parse_normalisation(text, dataset.shape[0], also="dataset, ")
 
 
 def num_workers(asked: int | None, tasks: int) -> int:
-    """Processes to start for so many tasks, by default one a core; a single one would only add the copying."""
+    """Return the number of processes to start for ``tasks`` tasks, by default one per core; one alone gains nothing."""
     if asked is not None and asked < 0:
         raise ConfigError(f"workers must be at least 0, got {asked}.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -180,7 +180,7 @@ def num_workers(asked: int | None, tasks: int) -> int:
 
 
 def check_output(module: nn.Module, shape: tuple[int, int, int], num_classes: int, device: torch.device) -> None:
-    """A model that can't take the images, or has another number of classes, is found before any work."""
+    """Raise before any work if a model can't take the images, or has another number of classes."""
     module.eval()
     try:
         with torch.no_grad():

@@ -23,7 +23,7 @@ from gradveil.types import Tensors, Update
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in the vector. Convolution kernels lie there channels last, which the CPU computes faster."""
+    """The place of a tensor in the vector. Convolution kernels are stored channels last, which is faster on a CPU."""
 
     name: str
     shape: torch.Size
@@ -31,7 +31,7 @@ class Place:
     stop: int
 
     def of(self, vector: Tensor, offset: int = 0) -> Tensor:
-        """The view of this tensor in a vector that starts ``offset`` entries later."""
+        """Return the view of this tensor in a vector that starts ``offset`` entries later."""
         piece = vector[self.start - offset : self.stop - offset]
         if len(self.shape) != 4:
             return piece.view(self.shape)
@@ -39,12 +39,12 @@ class Place:
         return piece.view(channels_out, height, width, channels_in).permute(0, 3, 1, 2)
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """The inverse of ``of``: the tensor's entries in the vector's order."""
+        """Return the tensor's entries in the vector's order: the inverse of ``of``."""
         return (tensor.permute(0, 2, 3, 1) if len(self.shape) == 4 else tensor).reshape(-1)
 
 
 class FlatModel:
-    """Moves a network's floating-point tensors into one vector and keeps them there as views.
+    """A network whose floating-point tensors are views of one vector.
 
     Attributes:
         module: the network; its parameters and buffers are views of ``values``.
@@ -100,34 +100,34 @@ class FlatModel:
 
     @property
     def shared_names(self) -> list[str]:
-        """Names of all tensors that are broadcast and sent."""
+        """Return the names of all tensors that are broadcast and sent."""
         return [place.name for place in self._shared_parameters + self._shared_buffers]
 
     @property
     def has_private(self) -> bool:
-        """Whether any tensor stays on the device."""
+        """Return whether any tensor stays on the device."""
         return bool(self._private)
 
     def receive(self, shared: Tensor) -> None:
-        """Overwrite the shared part with what the server broadcast, and put integer buffers back to their start."""
+        """Overwrite the shared part with the server's vector, and reset integer buffers to their initial values."""
         with torch.no_grad():
             self.values[self.shared].copy_(shared)
             for buffer, start in self._integers.items():
                 buffer.copy_(start)
 
     def shared_tensors(self, vector: Tensor) -> dict[str, Tensor]:
-        """A vector of the shared part's size as tensors by name (views)."""
+        """Return a vector of the shared part's size as tensors by name (views)."""
         places = self._shared_parameters + self._shared_buffers
         return {place.name: place.of(vector, self.shared.start) for place in places}
 
     def shared_vector(self, tensors: Tensors) -> Tensor:
-        """The inverse of `shared_tensors`: the shared part's vector from tensors by name."""
+        """Return the shared part's vector from tensors by name: the inverse of `shared_tensors`."""
         places = self._shared_parameters + self._shared_buffers
         _check_fit(places, tensors, "A received model")
         return torch.cat([place.flatten(tensors[place.name]) for place in places]).to(self.values)
 
     def gradient(self) -> dict[str, Tensor]:
-        """The gradient by parameter name (views of ``gradients``)."""
+        """Return the gradient by parameter name (views of ``gradients``)."""
         return {place.name: place.of(self.gradients) for place in self._trained}
 
     def set_gradient(self, gradient: Tensors) -> None:
@@ -136,7 +136,7 @@ class FlatModel:
             place.of(self.gradients).copy_(gradient[place.name])
 
     def to_update(self, change: Tensor, num_examples: int) -> Update:
-        """A vector of the shared part's size as an `Update` (views)."""
+        """Return a vector of the shared part's size as an `Update` (views)."""
         offset = self.shared.start
         return Update(
             {place.name: place.of(change, offset) for place in self._shared_parameters},
@@ -145,7 +145,7 @@ class FlatModel:
         )
 
     def to_vector(self, update: Update) -> Tensor | None:
-        """The inverse of `to_update`; None where the update's names, shapes or type are not the model's."""
+        """Return the inverse of `to_update`, or None if the update's names, shapes or types are not the model's."""
         pairs = [(place, update.tensors.get(place.name)) for place in self._shared_parameters]
         pairs += [(place, update.buffers.get(place.name)) for place in self._shared_buffers]
         fits = len(update.tensors) + len(update.buffers) == len(pairs) and all(
@@ -157,7 +157,7 @@ class FlatModel:
         return torch.cat([place.flatten(tensor) for place, tensor in pairs if tensor is not None])
 
     def private_tensors(self) -> dict[str, Tensor]:
-        """Copies of the tensors that stay on the device."""
+        """Return copies of the tensors that stay on the device."""
         return {place.name: place.of(self.values).clone() for place in self._private}
 
     def set_private(self, tensors: Tensors) -> None:
@@ -169,7 +169,7 @@ class FlatModel:
 
 
 def _check_fit(places: Sequence[Place], tensors: Tensors, whose: str) -> None:
-    """Raise unless every place has its tensor: server and client may lock other blocks, or have keys of two lengths."""
+    """Raise unless every place has its tensor: server and client may lock different blocks, or differ in key length."""
     for place in places:
         found = tensors.get(place.name)
         if found is None or found.shape != place.shape:
