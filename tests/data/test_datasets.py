@@ -351,7 +351,7 @@ class TestCelebA:
         (folder / "000001.jpg").rename(folder / "me.jpg")
         table = tmp_path / "celeba/list_attr_celeba.txt"
         table.write_text(table.read_text() + "me.jpg 1 1\n")
-        with pytest.raises(DataError, match="must tell the official split"):
+        with pytest.raises(DataError, match="must give the official split"):
             load_dataset("celeba", tmp_path)
 
     @pytest.mark.parametrize("size", ["0", "179", "x"])

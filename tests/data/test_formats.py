@@ -438,7 +438,7 @@ class TestFolder:
             with pytest.raises(DataError, match=r"3\.png must be a picture that can be read"):
                 read_folder(tmp_path)
         Image.fromarray(np.full((6, 8), 40_000, np.uint16)).save(tmp_path / "a" / "3.png")
-        with pytest.raises(DataError, match=r"3\.png must be a picture of 8 bits"):
+        with pytest.raises(DataError, match=r"3\.png must have 8 bits per channel"):
             read_folder(tmp_path)
         (tmp_path / "a" / "3.png").unlink()
         with pytest.raises(DataError, match=r"at least 5 pictures in some class.*got 4"):

@@ -1,4 +1,4 @@
-"""Private data and how it is dealt to clients: named sets, the user's own, and partitions."""
+"""Private data and how it is divided among clients: named sets, the user's own, and partitions."""
 
 from gradveil.data.checks import verify
 from gradveil.data.datasets import Dataset, NamedSet, Split, data_root, load_dataset

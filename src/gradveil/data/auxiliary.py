@@ -1,4 +1,4 @@
-"""Public images from another set, which stand beside the clients' private ones."""
+"""Public images from another set, used beside the clients' private ones."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,9 +11,12 @@ from gradveil.errors import ConfigError
 
 
 def joined(dataset: Dataset, aux: Dataset, *, labelled: bool = True) -> Split:
-    """The training images of both sets, those of ``aux`` last; an error where they don't fit one model.
+    """Return the training images of both sets, those of ``aux`` last.
 
-    Where nobody reads the labels of ``aux``, they need not be classes of the task.
+    Labels of ``aux`` must be classes of the task only if ``labelled``.
+
+    Raises:
+        ConfigError: the sets do not fit one model.
     """
     if aux.shape != dataset.shape:
         raise ConfigError(
@@ -32,7 +35,7 @@ def joined(dataset: Dataset, aux: Dataset, *, labelled: bool = True) -> Split:
 
 
 def refuse_overlap(train: Split, private: np.ndarray, public: np.ndarray) -> None:
-    """An error where a public image is, pixel for pixel, also one of a private client's.
+    """Raise ConfigError if a public image is, pixel for pixel, also a private client's.
 
     Args:
         train: all training images.
@@ -43,20 +46,22 @@ def refuse_overlap(train: Split, private: np.ndarray, public: np.ndarray) -> Non
     same = sum(pixels in theirs for pixels in _pixels(train, private))
     if same:
         raise ConfigError(
-            f"Public images must be none of the private clients', got {same:,} that are. "
-            "Choose another --aux, or take out what is twice in the set."
+            f"Public images must not be private clients' images, got {same:,} that are. "
+            "Choose another --aux, or remove duplicate images from the set."
         )
 
 
 def dealt(indices: np.ndarray, guards: int) -> list[np.ndarray]:
-    """The guards' images in as many parts as there are guards."""
+    """Divide the guards' images into one part per guard."""
     if len(indices) < guards:
-        raise ConfigError(f"The guards' data must hold an image for each of {guards} guards, got {len(indices)}.")
+        raise ConfigError(
+            f"The guards' data must hold an image for each of {guards} guards, got {len(indices)}. Give a larger --aux."
+        )
     return [indices[start::guards] for start in range(guards)]
 
 
 def placed(private: Sequence[np.ndarray], guards: Sequence[np.ndarray], early: Sequence[int]) -> list[np.ndarray]:
-    """All clients' parts by their number: the guards' at ``early``, the private ones in between.
+    """Return all clients' parts by client number: the guards' at ``early``, the private ones in between.
 
     Example:
         >>> [int(part[0]) for part in placed([np.array([5]), np.array([6])], [np.array([9])], [1])]
@@ -67,12 +72,12 @@ def placed(private: Sequence[np.ndarray], guards: Sequence[np.ndarray], early: S
 
 
 def image_keys(images: np.ndarray) -> np.ndarray:
-    """(N,) int64 a key of each image (N, C, H, W), the same for the same pixels, whatever their type."""
+    """Return a key (N,) int64 for each image (N, C, H, W), the same for equal pixels, whether bytes or floats."""
     whole = to_bytes(images).numpy()
     digests = [hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in whole]
     return np.frombuffer(b"".join(digests), dtype="<i8").copy()
 
 
 def _pixels(train: Split, indices: np.ndarray) -> list[bytes]:
-    """Each image as bytes, whatever the type of the pixels."""
+    """Return each image as bytes, whether its pixels are stored as bytes or floats."""
     return [image.tobytes() for image in to_bytes(train.images[indices]).numpy()]

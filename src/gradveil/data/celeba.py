@@ -25,8 +25,9 @@ class CelebA(NamedSet):
     """Faces, 162,770 + 19,962 colour images, cut to the central 178x178 and resized; the label is 1 for Male.
 
     Below ``celeba/``: ``img_align_celeba/*.jpg``, ``list_attr_celeba.txt`` and, if it is there,
-    ``list_eval_partition.txt``; without it the official ranges of picture numbers hold. Only pictures that are there
-    are loaded; if these leave the training or the test split empty, every fifth picture of each label is for the test.
+    ``list_eval_partition.txt``; without it the official ranges of picture numbers hold. Only existing
+    pictures are loaded; if they leave the training or the test split empty, every fifth picture of each label is for
+    the test.
     The authors publish no constants for normalisation, so mean and std are 0.5.
 
     Reference: Liu et al. 2015, "Deep learning face attributes in the wild", https://arxiv.org/abs/1411.7766.
@@ -57,7 +58,7 @@ class CelebA(NamedSet):
         in_range("size", self.size, 1, 178)
 
     def read(self, root: Path) -> Dataset:
-        """The pictures that are there, with their label and split."""
+        """Read the existing pictures, with their label and split."""
         folder, table = (ensure(file, root) for file in self.files)
         males = _read_males(table)
         paths = list_pictures(folder)
@@ -66,7 +67,7 @@ class CelebA(NamedSet):
         unlisted = [path for path in paths if path.name not in males]
         if unlisted:
             raise DataError(
-                f"{unlisted[0]} must be listed in {table.name}, but is not. Take it away or complete the list."
+                f"{unlisted[0]} must be listed in {table.name}, but is not. Remove it or complete the list."
             )
         labels = np.array([males[path.name] for path in paths], np.int64)
         parts = _partition(paths, folder.parent / "list_eval_partition.txt")
@@ -89,14 +90,14 @@ class CelebA(NamedSet):
         return self._dataset(splits[0], splits[1])
 
     def expected(self, root: Path) -> list[Expected]:
-        """The list of attributes, which has a published checksum, and the pictures, by number."""
+        """Return the list of attributes, which has a published checksum, and the pictures, which are counted."""
         archive, table = self.files
         pictures = Expected(root / str(archive.unpacks_to), count=lambda path: len(list_pictures(path)))
         return [pictures, Expected(root / table.path, table.md5)]
 
 
 def _read_males(table: Path) -> dict[str, int]:
-    """0 or 1 by file name: the list has a count, a line of attribute names, then a name and 1 or -1s a line."""
+    """Return 0 or 1 by file name; the list has a count, a line of attribute names, then names, each with 1 or -1s."""
     try:
         _, header, *lines = table.read_text(encoding="utf-8").splitlines()
         column = header.split().index("Male") + 1
@@ -110,7 +111,7 @@ def _read_males(table: Path) -> dict[str, int]:
 
 
 def _partition(paths: list[Path], table: Path) -> np.ndarray:
-    """0 (training), 1 (validation) or 2 (test) for each picture, by the authors' list or by the picture's number."""
+    """Return 0 (training), 1 (validation) or 2 (test) per picture, by the authors' list or the picture's number."""
     try:
         if table.exists():
             listed = dict(line.split() for line in table.read_text(encoding="utf-8").splitlines() if line.strip())
@@ -119,7 +120,7 @@ def _partition(paths: list[Path], table: Path) -> np.ndarray:
     except (OSError, ValueError, KeyError) as error:
         what = table if table.exists() else paths[0].parent
         raise DataError(
-            f"{what} must tell the official split of each picture, but {type(error).__name__}: {error}. "
+            f"{what} must give the official split of each picture, but {type(error).__name__}: {error}. "
             "Keep the authors' file names, or put their list_eval_partition.txt there."
         ) from error
     return np.where(numbers <= _LAST_TRAIN, 0, np.where(numbers >= _FIRST_TEST, 2, 1))

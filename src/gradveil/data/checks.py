@@ -1,4 +1,4 @@
-"""Verify the files of a named set: against published checksums where there are any, else by reading them."""
+"""Verify the files of a named set: against published checksums if there are any, else by reading them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class Expected:
 
     Attributes:
         path: its full path.
-        md5: its published checksum, or None where none is published.
-        count: reads the file and returns how many images, labels or entries it holds; used without a checksum.
+        md5: its published checksum, or None if none is published.
+        count: reads the file and returns the number of images, labels or entries in it; used if there is no checksum.
     """
 
     path: Path
@@ -31,13 +31,13 @@ class Expected:
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What `verify` found about one file.
+    """Result of `verify` for one file.
 
     Attributes:
         file: its full path.
         status: ``ok`` (checksum as published), ``unchecked`` (readable, but no checksum is published), ``missing`` or
             ``corrupt``.
-        detail: one phrase for people.
+        detail: one phrase for the user.
     """
 
     file: Path
@@ -46,7 +46,7 @@ class FileCheck:
 
 
 def verify(named: "NamedSet", root: Path) -> list[FileCheck]:
-    """Check every file that a named set needs below ``root``; fetches and changes nothing."""
+    """Check every file that a named set needs below ``root``; downloads and changes nothing."""
     return [_examine(expected) for expected in named.expected(root)]
 
 

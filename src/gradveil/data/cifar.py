@@ -19,8 +19,8 @@ _Reader = Callable[[Path, int], tuple[np.ndarray, np.ndarray]]
 class Cifar10(NamedSet):
     """Small photographs of 10 kinds, 50,000 + 10,000 colour images of 32x32.
 
-    Below ``cifar-10-batches-bin/`` or ``cifar-10-batches-py/``. Any of the five training batches may be absent, and the
-    note then says so; the test batch is required.
+    Below ``cifar-10-batches-bin/`` or ``cifar-10-batches-py/``. Any of the five training batches may be missing, which
+    the note then says; the test batch is required.
 
     Reference: A. Krizhevsky 2009, "Learning multiple layers of features from tiny images".
     """
@@ -46,10 +46,10 @@ class Cifar10(NamedSet):
         "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
         "test_batch": "40351d587109b95175f43aff81a1287e",
     }
-    """The batches, the test batch last, with the checksums of the python layout (as its readers check them)."""
+    """The batches, the test batch last, with the checksums of the python layout."""
 
     def read(self, root: Path) -> Dataset:
-        """Whichever training batches are there, and the test batch."""
+        """Read the training batches that exist, and the test batch."""
         folder, ending, reader = self._layout(root)
         if not folder.exists():
             ensure(self.files[0], root)
@@ -66,7 +66,7 @@ class Cifar10(NamedSet):
         return self._dataset(train, Split(*reader(test_path, self.num_classes)), detail)
 
     def expected(self, root: Path) -> list[Expected]:
-        """All batches of the layout that is there; only the python layout's have published checksums."""
+        """Return all batches of the layout that exists; only the python layout has published checksums."""
         folder, ending, _ = self._layout(root)
         if ending:
             return [Expected(folder / f"{name}{ending}", count=self._count) for name in self.batches]

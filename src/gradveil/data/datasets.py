@@ -1,4 +1,4 @@
-"""Data sets as values, and the one door to them: `load_dataset` takes a name, an ``.npz`` file or a folder."""
+"""Data sets as values; `load_dataset` loads them from a name, an ``.npz`` file or a folder."""
 
 import os
 import re
@@ -37,16 +37,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A training and a test split with what is publicly known about them.
+    """A training and a test split, with public facts about them.
 
     Attributes:
-        name: the text that loads it again.
-        train: what is dealt to the clients.
-        test: what the server measures accuracy on.
+        name: the spec that loads it again.
+        train: the images that are divided among the clients.
+        test: the images on which the server measures accuracy.
         num_classes: labels are 0..num_classes-1.
-        mean: of each channel, for normalisation: the set's published constants, 0.5 for a user's own.
-        std: as ``mean``.
-        note: what is special about this copy, such as batches that are not there.
+        mean: mean per channel, for normalisation: the set's published constants, or 0.5 for a user's own set.
+        std: standard deviation per channel, as ``mean``.
+        note: what is special about this copy, such as missing batches.
     """
 
     name: str
@@ -91,14 +91,14 @@ class Dataset:
 
 @dataclass(frozen=True)
 class NamedSet(registry.Component, ABC):
-    """Base of the published sets; a subclass in any file of this folder exists.
+    """Base of the published sets; a subclass in any file of this folder is found by its name.
 
     Attributes:
-        files: what the authors publish, and where.
-        num_classes: how many classes the set has.
-        mean: published constants for normalisation, for each channel; public, so no client's data are needed for them.
-        std: as ``mean``.
-        full_size: how many training and test images the whole set has; a copy with fewer says so in its note.
+        files: the files that the authors publish, and where.
+        num_classes: number of classes.
+        mean: published mean per channel, for normalisation; being public, it needs no client's data.
+        std: published standard deviation per channel.
+        full_size: numbers of training and test images in the whole set; a copy with fewer says so in its note.
     """
 
     kind: ClassVar[str] = "datasets"
@@ -110,10 +110,10 @@ class NamedSet(registry.Component, ABC):
 
     @abstractmethod
     def read(self, root: Path) -> Dataset:
-        """The set from its files below ``root``, which are fetched where they are missing."""
+        """Read the set from its files below ``root``; missing files are downloaded."""
 
     def expected(self, root: Path) -> list[Expected]:
-        """The files that `gradveil.data.verify` looks at: by default those published, which are not archives."""
+        """Return the files that `gradveil.data.verify` checks: by default the published ones that are no archives."""
         return [Expected(root / file.path, file.md5) for file in self.files if file.unpacks_to is None]
 
     def _dataset(self, train: Split, test: Split, detail: str = "") -> Dataset:
@@ -138,7 +138,7 @@ class FolderSettings:
 
 
 def data_root(given: str | Path | None = None) -> Path:
-    """Where data live: ``given``, else the environment variable GRADVEIL_DATA, else the user's cache folder."""
+    """Return the data root: ``given``, else the environment variable GRADVEIL_DATA, else the user's cache folder."""
     if given is not None:
         return Path(given).expanduser()
     variable = os.environ.get("GRADVEIL_DATA")
@@ -183,7 +183,7 @@ def load_dataset(spec: str, root: str | Path | None = None) -> Dataset:
 
 
 def _own(spec: str, arrays: OwnArrays) -> Dataset:
-    """A user's own set: 0.5 for mean and std, since statistics of private data are not public knowledge."""
+    """Return a user's own set: mean and std are 0.5, since statistics of private data are not public knowledge."""
     half = (0.5,) * arrays.x_train.shape[1]
     train, test = Split(arrays.x_train, arrays.y_train), Split(arrays.x_test, arrays.y_test)
     return Dataset(spec, train, test, arrays.num_classes, half, half)

@@ -1,7 +1,7 @@
-"""Fetch a named set's files from their official sources, check them, and put them in place in one step.
+"""Download a named set's files from their official sources, check them, and move them into place atomically.
 
-A file that is there is never overwritten. A file that can't be fetched becomes a `MissingDataError` with all that is
-needed to place it by hand: its name, checksum, source and destination.
+An existing file is never overwritten. If a file can't be downloaded, `MissingDataError` says what is needed to place it
+by hand: its name, checksum, source and destination.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class RemoteFile:
         path: its place below the data root.
         md5: its published checksum.
         unpacks_to: for an archive, the folder (below the data root) that it holds.
-        direct: whether ``url`` can be fetched; otherwise the user has to.
+        direct: whether ``url`` can be downloaded directly; otherwise the user has to do it.
     """
 
     url: str
@@ -46,13 +46,13 @@ class RemoteFile:
 
 
 def ensure(file: RemoteFile, root: Path) -> Path:
-    """The file's place (an archive's unpacked folder) below ``root``; fetched and unpacked first if it is not there.
+    """Return the path of a file (or an archive's unpacked folder) below ``root``; download and unpack it if missing.
 
-    With the environment variable ``GRADVEIL_OFFLINE=1`` nothing is fetched.
+    With the environment variable ``GRADVEIL_OFFLINE=1`` nothing is downloaded.
 
     Raises:
-        MissingDataError: the file is not there and can't be fetched.
-        DataError: an archive is there but corrupt, or the place can't be written.
+        MissingDataError: the file is missing and can't be downloaded.
+        DataError: an archive is corrupt, or the folder can't be written.
     """
     archive, wanted = root / file.path, root / (file.unpacks_to or file.path)
     if wanted.exists():
@@ -76,7 +76,7 @@ def ensure(file: RemoteFile, root: Path) -> Path:
 
 
 def missing(file: RemoteFile, root: Path, why: str, wanted: str | None = None) -> MissingDataError:
-    """The error that says which file is missing, why, and where to put it."""
+    """Return the error that says which file is missing, why, and where to put it."""
     then = " It is unpacked when next used." if file.unpacks_to else ""
     return MissingDataError(
         f"{root / (wanted or file.path)} is missing: {why}. "
@@ -85,7 +85,7 @@ def missing(file: RemoteFile, root: Path, why: str, wanted: str | None = None) -
 
 
 def md5_of(path: Path) -> str:
-    """The md5 checksum of a file, as the authors publish it; against accidents, not against forgery."""
+    """Return the md5 checksum of a file, as the authors publish it; it detects accidents, not forgery."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
@@ -115,7 +115,7 @@ def _fetch(file: RemoteFile, root: Path) -> None:
 
 
 def _copy_from(url: str, sink: IO[bytes]) -> None:
-    """Copy the body of an address to a file, with a progress bar on stderr."""
+    """Download an address to a file, with a progress bar on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     opener = urllib.request.build_opener()
     with opener.open(url, timeout=TIMEOUT_SECONDS) as source:
@@ -133,7 +133,7 @@ def _copy_from(url: str, sink: IO[bytes]) -> None:
 
 
 def _unpack(archive: Path, wanted: Path) -> None:
-    """Unpack an archive beside its final place, then rename: the folder is there in full or not at all."""
+    """Unpack an archive beside its final place, then rename it, so that the folder is complete or absent."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=wanted.parent, prefix=f".{wanted.name}.", suffix=".part") as scratch:
         try:
@@ -154,7 +154,7 @@ def _unpack(archive: Path, wanted: Path) -> None:
 
 
 def _members(archive: Path) -> Iterator[tuple[PurePosixPath, IO[bytes]]]:
-    """The regular files of a tar or zip archive; links are left out, names that lead outside are refused."""
+    """Yield the regular files of a tar or zip archive; links are skipped, names that lead outside are refused."""
     if tarfile.is_tarfile(archive):
         with tarfile.open(archive) as tar:
             for member in tar:

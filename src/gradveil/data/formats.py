@@ -1,7 +1,7 @@
 """Readers of the file formats in which the authors of the named sets publish them.
 
-Each takes a path and returns fresh numpy arrays; anything corrupt, truncated or of another kind is a `DataError` that
-names the file. Users' own data are read by `gradveil.data.own`.
+Each takes a path and returns new numpy arrays; a corrupt, truncated or wrong file raises `DataError`, which names it.
+Users' own data are read by `gradveil.data.own`.
 """
 
 import gzip
@@ -21,7 +21,7 @@ CIFAR_SHAPE = (3, 32, 32)
 
 
 def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
-    """Unsigned bytes of an idx file, gzipped or not: images (N, H, W) for 3 dimensions, labels (N,) for 1.
+    """Read the unsigned bytes of an idx file, gzipped or not: images (N, H, W) for 3 dimensions, labels (N,) for 1.
 
     The header is big-endian: two zero bytes, the type (8: unsigned byte), the number of dimensions, then each length.
     Reference: Y. LeCun, http://yann.lecun.com/exdb/mnist/, "file formats for the MNIST database".
@@ -43,7 +43,7 @@ def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
 
 
 def read_idx_pair(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 1, H, W) uint8 and labels (N,) int64 of an idx image file and its label file."""
+    """Read images (N, 1, H, W) uint8 and labels (N,) int64 of an idx image file and its label file."""
     images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
     if len(images) != len(labels):
         raise DataError(
@@ -54,7 +54,7 @@ def read_idx_pair(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.
 
 
 def read_cifar_binary(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 3, 32, 32) uint8 and labels (N,) int64 of CIFAR's binary layout.
+    """Read images (N, 3, 32, 32) uint8 and labels (N,) int64 of CIFAR's binary layout.
 
     A record of CIFAR-10 is the label's byte, then the red, green and blue plane; a record of CIFAR-100 has the coarse
     label's byte before the fine one, which is the label here.
@@ -72,7 +72,7 @@ def read_cifar_binary(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndar
 
 
 def read_cifar_python(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 3, 32, 32) uint8 and labels (N,) int64 of CIFAR's python layout; nothing in the pickle is run.
+    """Read images (N, 3, 32, 32) uint8 and labels (N,) int64 of CIFAR's python layout; nothing in the pickle is run.
 
     Reference: A. Krizhevsky, https://www.cs.toronto.edu/~kriz/cifar.html, "Python version".
     """
@@ -89,13 +89,15 @@ def read_cifar_python(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndar
             path, f"a CIFAR batch with integer '{key}'", f"{key!r} is {type(labels).__name__} of other things"
         )
     if len(numbers) != len(images):
-        raise _broken(path, "a CIFAR batch with one label an image", f"{len(numbers):,} labels, {len(images):,} images")
+        raise _broken(
+            path, "a CIFAR batch with one label per image", f"{len(numbers):,} labels, {len(images):,} images"
+        )
     _check_labels(path, np.array(numbers, dtype=object), num_classes)
     return images.reshape(-1, *CIFAR_SHAPE).copy(), np.array(numbers, np.int64)
 
 
 def read_svhn(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 3, 32, 32) uint8 and labels (N,) int64 of SVHN's "Format 2: Cropped Digits"; its 10 is the digit 0.
+    """Read images (N, 3, 32, 32) uint8 and labels (N,) int64 of SVHN's "Format 2: Cropped Digits"; 10 is the digit 0.
 
     Reference: Netzer et al. 2011, http://ufldl.stanford.edu/housenumbers/.
     """

@@ -40,7 +40,7 @@ class Mnist(NamedSet):
     )
 
     def read(self, root: Path) -> Dataset:
-        """The four files, from below ``root``; an unzipped file is taken before a gzipped one."""
+        """Read the four files below ``root``; an unzipped file is preferred to a gzipped one."""
         paths = []
         for file in self.files:
             unzipped = root / file.path.removesuffix(".gz")
@@ -48,7 +48,7 @@ class Mnist(NamedSet):
         return self._dataset(Split(*read_idx_pair(*paths[:2])), Split(*read_idx_pair(*paths[2:])))
 
     def expected(self, root: Path) -> list[Expected]:
-        """The files that `read` would take: gzipped ones have a published checksum, unzipped ones have none."""
+        """Return the files that `read` would use: gzipped ones have a published checksum, unzipped ones have none."""
         found = []
         for file in self.files:
             unzipped = root / file.path.removesuffix(".gz")

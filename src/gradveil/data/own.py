@@ -10,11 +10,11 @@ from gradveil.data.pictures import PICTURE_ENDINGS, list_pictures, read_pictures
 from gradveil.errors import DataError, MissingDataError
 
 MAX_CLASSES = 100_000
-"""More classes than this is taken for labels that are something else, such as identity numbers."""
+"""With more classes than this, labels are assumed to be something else, such as identity numbers."""
 
 
 class OwnArrays(NamedTuple):
-    """Images (N, C, H, W), uint8 or float32 in [0, 1]; labels (N,) int64; how many classes there are."""
+    """Images (N, C, H, W), uint8 or float32 in [0, 1]; labels (N,) int64; the number of classes."""
 
     x_train: np.ndarray
     y_train: np.ndarray
@@ -24,7 +24,7 @@ class OwnArrays(NamedTuple):
 
 
 def every_fifth(labels: np.ndarray) -> np.ndarray:
-    """The fixed split: True (test) for the 5th, 10th, ... image of each class, in the order given.
+    """Return the fixed split: True (test) for the 5th, 10th, ... image of each class, in the given order.
 
     Example:
         >>> every_fifth(np.array([7, 7, 7, 7, 7, 3])).tolist()
@@ -39,9 +39,10 @@ def every_fifth(labels: np.ndarray) -> np.ndarray:
 def read_npz(path: Path) -> OwnArrays:
     """Read ``x_train, y_train, x_test, y_test`` of an ``.npz`` file; nothing pickled is loaded.
 
-    Images are (N, H, W), (N, H, W, C) or (N, C, H, W), uint8 or floating point in [0, 1]. Of four axes the last holds
-    the channels if its length is 1 or 3, otherwise the second if its length is, otherwise the shorter of the two (the
-    modalities of a scan, say), the second if they are equal. Labels are integers from 0, (N,) or (N, 1).
+    Images are (N, H, W), (N, H, W, C) or (N, C, H, W), uint8 or floating point in [0, 1]. With four axes the last
+    holds the channels if its length is 1 or 3; otherwise the second if its length is 1 or 3; otherwise the shorter of
+    the two (e.g. the modalities of a scan), or the second if they are equal. Labels are integers from 0, (N,)
+    or (N, 1).
     """
     if not path.exists():
         raise MissingDataError(f"{path} must exist, but there is no such file. Put it there or name the right one.")
@@ -142,13 +143,13 @@ def _images(path: Path, name: str, array: np.ndarray) -> np.ndarray:
     elif array.shape[3] in (1, 3) or (array.shape[1] not in (1, 3) and array.shape[3] < array.shape[1]):
         array = array.transpose(0, 3, 1, 2)
     if array.size == 0:
-        raise DataError(f"{path}: {name} must hold at least one image, got the shape {array.shape}.")
+        raise DataError(f"{path}: {name} must hold at least one image, got the shape {array.shape}. Add images.")
     if array.dtype.kind == "f":
         low, high = float(array.min()), float(array.max())
         if not (low >= 0 and high <= 1):  # also true for NaN
             raise DataError(
                 f"{path}: {name} must be in [0, 1] if it is floating point, got {low:g} to {high:g}. "
-                "Scale it, e.g. divide by 255, or save it as uint8."
+                "Scale it to [0, 1], or save it as uint8."
             )
         array = array.astype(np.float32)
     return np.ascontiguousarray(array)

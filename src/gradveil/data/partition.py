@@ -1,8 +1,8 @@
-"""Deal the training images to clients: evenly, by class, by disjoint label groups, or by Dirichlet draws.
+"""Divide the training images among clients: evenly, by class, by disjoint label groups, or by Dirichlet draws.
 
-All follow one law: each client gets a sorted array of indices, no image goes to two clients, and equal generators give
-equal parts. Each decides an owner for every image, and `_parts` sorts the images by owner once, so ten thousand clients
-cost no more than ten.
+Every partition gives each client a sorted array of indices, no image to two clients, and equal parts for equal
+generators. It assigns an owner to each image, and `_parts` sorts the images by owner once, so ten thousand clients cost
+no more than ten.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradveil.data.sensitive import mark_sensitive as mark_sensitive  # the last step of dealing
+from gradveil.data.sensitive import mark_sensitive as mark_sensitive  # the last step
 from gradveil.errors import ConfigError
 from gradveil.registry import Component
 from gradveil.validate import in_range
@@ -23,7 +23,7 @@ _MAX_DRAWS = 1000
 
 @dataclass(frozen=True)
 class Partition(Component, ABC):
-    """Base of the ways to deal images to clients."""
+    """Base of the ways to divide images among clients."""
 
     kind: ClassVar[str] = "partitions"
 
@@ -31,28 +31,28 @@ class Partition(Component, ABC):
     def split(
         self, labels: np.ndarray, num_clients: int, num_classes: int, rng: np.random.Generator
     ) -> list[np.ndarray]:
-        """Deal images to clients.
+        """Divide images among clients.
 
         Args:
             labels: (N,) the label of each image, in 0..num_classes-1.
-            num_clients: how many clients there are.
-            num_classes: how many classes the set has.
-            rng: all randomness comes from here.
+            num_clients: number of clients.
+            num_classes: number of classes of the set.
+            rng: the source of all randomness.
 
         Returns:
-            For each client the sorted indices of its images; disjoint.
+            The sorted indices of each client's images; no image is given twice.
 
         Raises:
-            ConfigError: the images do not suffice for what is asked.
+            ConfigError: there are too few images.
         """
 
 
 @dataclass(frozen=True)
 class Iid(Partition):
-    """Deal the images at random, whatever their class; the sizes differ by at most one.
+    """Divide the images at random, whatever their class; the sizes differ by at most one.
 
     Attributes:
-        images: how many images each client gets; none deals all images.
+        images: number of images per client; none gives out all images.
     """
 
     images: int | None = None
@@ -64,7 +64,7 @@ class Iid(Partition):
     def split(
         self, labels: np.ndarray, num_clients: int, num_classes: int, rng: np.random.Generator
     ) -> list[np.ndarray]:
-        """Deal a random order of the images like cards."""
+        """Give out the images in random order, one client after the other."""
         _check_clients(labels, num_clients)
         needed = len(labels) if self.images is None else self.images * num_clients
         if needed > len(labels):
@@ -79,17 +79,17 @@ class Iid(Partition):
 
 @dataclass(frozen=True)
 class ByClass(Partition):
-    """Give every client images of exactly ``classes`` classes, and every class to equally many clients (up to one).
+    """Give each client images of exactly ``classes`` classes; the numbers of clients per class differ by at most one.
 
-    The classes go round in random order: each client gets those dealt least often so far, ties broken at random.
-    Only classes that have images take part.
+    Each client gets the classes that were given out least often so far; ties are broken at random. Classes without
+    images are ignored.
 
     Reference: Sun et al. 2021 (Soteria), https://arxiv.org/abs/2012.06043: 100 clients x 2 classes x 100 images;
     the scheme goes back to McMahan et al. 2017, https://arxiv.org/abs/1602.05629.
 
     Attributes:
-        classes: how many classes a client has.
-        per_class: how many images of each of them; none shares all images of a class evenly among its clients.
+        classes: number of classes per client.
+        per_class: number of images per class and client; none divides all images of a class evenly among its clients.
     """
 
     classes: int = 2
@@ -103,7 +103,7 @@ class ByClass(Partition):
     def split(
         self, labels: np.ndarray, num_clients: int, num_classes: int, rng: np.random.Generator
     ) -> list[np.ndarray]:
-        """Deal classes to clients, then each class's images to its clients."""
+        """Assign classes to clients, then divide each class's images among its clients."""
         _check_clients(labels, num_clients)
         present = np.unique(labels)
         if self.classes > len(present):
@@ -147,17 +147,16 @@ class ByClass(Partition):
 
 @dataclass(frozen=True)
 class LabelParts(Partition):
-    """Deal the classes, with all their images, into disjoint label groups, one a client, of sizes within one.
+    """Divide the classes, with their images, into disjoint groups, one per client, whose sizes differ by at most one.
 
-    With more clients than classes each class is cut into several parts instead: every client then holds one class, the
-    number of clients for each class differs by at most one, and parts are still disjoint in images.
-    Only classes that have images take part.
+    With more clients than classes each class is cut into several parts instead: each client then holds one class, the
+    numbers of clients per class differ by at most one, and no image is given twice. Classes without images are ignored.
     """
 
     def split(
         self, labels: np.ndarray, num_clients: int, num_classes: int, rng: np.random.Generator
     ) -> list[np.ndarray]:
-        """Deal a random order of the classes like cards, or of the clients to the classes."""
+        """Give out the classes in random order, or the clients to the classes if there are more clients."""
         _check_clients(labels, num_clients)
         present = rng.permutation(np.unique(labels))
         owner = np.full(len(labels), _NOBODY)
@@ -176,20 +175,20 @@ class LabelParts(Partition):
 
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    r"""Share each class among the clients by proportions drawn from a symmetric Dirichlet distribution.
+    r"""Divide each class among the clients by proportions drawn from a symmetric Dirichlet distribution.
 
     .. math:: p_c \sim \mathrm{Dir}(\alpha, \ldots, \alpha), \quad \text{client } k \text{ gets the share } p_{c,k}
         \text{ of class } c
 
-    A small alpha gives clients of few classes and very unequal sizes, a large one comes close to iid. All images are
-    dealt. The draw is repeated until every client has ``min_images``.
+    A small alpha gives clients few classes and very unequal sizes; a large one comes close to iid. All images are
+    given out. The draw is repeated until each client has ``min_images``.
 
     Reference: Hsu et al. 2019, https://arxiv.org/abs/1909.06335; in this form Li et al. 2022,
     https://arxiv.org/abs/2102.02079, Section IV.
 
     Attributes:
-        alpha: concentration, more than 0.
-        min_images: the least number of images a client may have.
+        alpha: concentration, above 0.
+        min_images: the smallest number of images per client.
     """
 
     alpha: float = 0.5
@@ -202,7 +201,7 @@ class Dirichlet(Partition):
     def split(
         self, labels: np.ndarray, num_clients: int, num_classes: int, rng: np.random.Generator
     ) -> list[np.ndarray]:
-        """Draw how many images of each class each client gets, then deal them."""
+        """Draw the number of images per class and client, then assign images."""
         _check_clients(labels, num_clients, self.min_images)
         present, supply = np.unique(labels, return_counts=True)
         for _ in range(_MAX_DRAWS):
@@ -223,7 +222,9 @@ class Dirichlet(Partition):
     def _draw(self, supply: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         shares = rng.dirichlet(np.full(num_clients, self.alpha), size=len(supply))
         if not np.allclose(shares.sum(1), 1):  # underflow or overflow; NaN fails too
-            raise ConfigError(f"alpha must be a number that shares can be drawn with, such as 0.5, got {self.alpha:g}.")
+            raise ConfigError(
+                f"alpha must be a moderate number such as 0.5, got {self.alpha:g}, which draws no finite shares."
+            )
         bounds = np.rint(np.cumsum(shares, axis=1) * supply[:, None]).astype(int)
         bounds[:, -1] = supply  # rounding errors of the sum must lose no image
         return np.diff(np.minimum(bounds, supply[:, None]), axis=1, prepend=0)
@@ -237,7 +238,7 @@ def _check_clients(labels: np.ndarray, num_clients: int, min_images: int = 1) ->
 
 
 def _parts(owner: np.ndarray, num_clients: int) -> list[np.ndarray]:
-    """The indices that each client owns, sorted (a stable sort by owner keeps their order)."""
+    """Return the sorted indices that each client owns (a stable sort by owner keeps their order)."""
     order = np.argsort(owner, kind="stable")
     bounds = np.searchsorted(owner[order], np.arange(num_clients + 1))
     return [order[start:stop] for start, stop in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""Picture files to arrays, with Pillow: the door for folders of pictures, Tiny-ImageNet and CelebA."""
+"""Read picture files into arrays with Pillow: for folders of pictures, Tiny-ImageNet and CelebA."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ _DEEP_MODES = {"F", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """The picture files directly in a folder, by name; hidden files and other kinds are passed over."""
+    """Return the picture files directly in a folder, sorted by name; hidden and other files are skipped."""
     found = [path for path in folder.iterdir() if path.suffix.lower() in PICTURE_ENDINGS and path.name[0] != "."]
     return sorted((path for path in found if path.is_file()), key=lambda path: path.name)
 
@@ -23,14 +23,14 @@ def list_pictures(folder: Path) -> list[Path]:
 def read_pictures(
     paths: Sequence[Path], *, size: int | None = None, crop: int | None = None, colour: bool = False
 ) -> np.ndarray:
-    """Pictures as one array (N, C, H, W) uint8, in the order of ``paths``.
+    """Read pictures into one array (N, C, H, W) uint8, in the order of ``paths``.
 
     Args:
         paths: the picture files, at least one.
-        size: resize each to ``size`` x ``size`` (a picture that is not square is squeezed); None keeps their size,
-            which must then be the same for all.
+        size: resize each to ``size`` x ``size`` (a picture that is not square is distorted); None keeps the sizes,
+            which must then be equal.
         crop: first cut out the central square with this side (or less, in a smaller picture).
-        colour: always give three channels; otherwise one channel if all pictures are grey, three if any has colour.
+        colour: always return three channels; otherwise one channel if all pictures are grey, three if any has colour.
 
     Raises:
         DataError: for a picture that can't be read, and for mixed sizes without ``size``.
@@ -55,7 +55,7 @@ def read_pictures(
 
 
 def _decode(path: Path, size: int | None, crop: int | None) -> np.ndarray:
-    """One picture as (1, H, W) if it is grey, else (3, H, W)."""
+    """Read one picture as (1, H, W) if it is grey, else (3, H, W)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # odd metadata do no harm to the pixels
@@ -70,7 +70,7 @@ def _decode(path: Path, size: int | None, crop: int | None) -> np.ndarray:
         ) from error
     if mode in _DEEP_MODES:
         raise DataError(
-            f"{path} must be a picture of 8 bits a channel, got Pillow mode {mode!r}, for which white is not defined. "
+            f"{path} must have 8 bits per channel, got Pillow mode {mode!r}, for which white is not defined. "
             "Convert it to 8 bits, or save float images in [0, 1] as .npz."
         )
     if crop is not None:

@@ -1,8 +1,8 @@
 """Read the pickles of CIFAR's python layout without running anything that a pickle may ask to run.
 
-A pickle is a program: loading a stranger's file can call any function. The CIFAR batches name four functions only, so
-this reader admits these four and answers them with inert stand-ins, never with numpy's own pickle hooks (a forged
-dtype state can corrupt memory there). Anything else in the file is an error before it is looked up.
+A pickle is a program: loading a stranger's file can call any function. The CIFAR batches name only four functions, so
+this reader admits these four and replaces them by harmless stand-ins, never by numpy's own pickle hooks (a forged
+dtype state can corrupt memory there). Any other name in the file is refused before it is looked up.
 """
 
 import math
@@ -69,10 +69,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_safe_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary of one CIFAR batch: texts as bytes, arrays as integer numpy arrays, nothing executed.
+    """Read the dictionary of one CIFAR batch: texts as bytes, arrays as integer numpy arrays; nothing is executed.
 
     Raises:
-        DataError: when the file asks for any other function or class, or is no such dictionary.
+        DataError: the file asks for any other function or class, or does not hold a dictionary.
     """
     try:
         with path.open("rb") as file:

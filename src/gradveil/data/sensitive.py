@@ -12,7 +12,7 @@ _FORMS = "a fraction (0.25), positions (0/5/7), or positions of clients (3:0/5;4
 
 
 def mark_sensitive(spec: str | None, parts: Sequence[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
-    """For each client, which of its images are sensitive.
+    """Return which images of each client are sensitive.
 
     Args:
         spec: None (or ``none``) marks nothing; ``0.25`` that fraction of each client's images, chosen at random and
@@ -23,10 +23,10 @@ def mark_sensitive(spec: str | None, parts: Sequence[np.ndarray], rng: np.random
         rng: draws the fraction.
 
     Returns:
-        For each client a bool mask of the length of its part.
+        A bool mask per client, as long as its part.
 
     Raises:
-        ConfigError: the text has none of these forms, or names an image or client that is not there.
+        ConfigError: the text has none of these forms, or names an image or client that does not exist.
 
     Example:
         >>> rng = np.random.default_rng(0)

@@ -35,7 +35,7 @@ class Svhn(NamedSet):
     )
 
     def read(self, root: Path) -> Dataset:
-        """The two files; a copy in ``svhn/`` is taken before one in the root."""
+        """Read the two files; a copy in ``svhn/`` is preferred to one in the root."""
         train, test = (
             Split(*read_svhn(place if (place := _place(file, root)).exists() else ensure(file, root)))
             for file in self.files
@@ -43,7 +43,7 @@ class Svhn(NamedSet):
         return self._dataset(train, test)
 
     def expected(self, root: Path) -> list[Expected]:
-        """The two files where they are."""
+        """Return the two files at their actual places."""
         return [Expected(_place(file, root), file.md5) for file in self.files]
 
 

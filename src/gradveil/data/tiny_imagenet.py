@@ -20,7 +20,7 @@ class TinyImageNet(NamedSet):
     """Photographs of 200 kinds, 100,000 + 10,000 colour images of 64x64, below ``tiny-imagenet-200/``.
 
     Classes are numbered by their sorted WordNet names. The official test pictures have no labels, so the validation
-    pictures are the test split. Only pictures that are there are loaded, and the note says how many.
+    pictures are the test split. Only existing pictures are loaded, and the note gives their number.
 
     Reference: Le and Yang 2015, "Tiny ImageNet visual recognition challenge"; http://cs231n.stanford.edu/.
     """
@@ -40,7 +40,7 @@ class TinyImageNet(NamedSet):
     )
 
     def read(self, root: Path) -> Dataset:
-        """Training pictures of each class, and the validation pictures."""
+        """Read the training pictures of each class, and the validation pictures."""
         folder = ensure(self.files[0], root)
         classes = self._classes(folder)
         splits = []
@@ -53,7 +53,7 @@ class TinyImageNet(NamedSet):
         return self._dataset(splits[0], splits[1])
 
     def expected(self, root: Path) -> list[Expected]:
-        """The list of classes and the pictures of both parts, by number."""
+        """Return the list of classes and the pictures of both parts, which are counted."""
         folder = root / _FOLDER
         return [
             Expected(folder / "wnids.txt", count=lambda _path: len(self._classes(folder))),
@@ -77,7 +77,7 @@ def _train_pictures(folder: Path, classes: dict[str, int]) -> list[tuple[Path, i
 
 
 def _val_pictures(folder: Path, classes: dict[str, int]) -> list[tuple[Path, int]]:
-    """Lines of ``val_annotations.txt`` are: file name, class, and the four sides of a box."""
+    """Return pictures and labels from ``val_annotations.txt``; a line is a file name, a class and a box."""
     table = folder / "val" / "val_annotations.txt"
     found = []
     for line in _read_text(table).splitlines():
