@@ -246,7 +246,7 @@ class TestRounds:
         data = self.dataset()
         twice = Split(np.concatenate([data.train.images] * 2), np.concatenate([data.train.labels] * 2))
         settings = replace(self.TINY, model="logistic", partition="iid")
-        with pytest.raises(ConfigError, match=r"none of the private clients', got \d+ that are"):
+        with pytest.raises(ConfigError, match=r"must not be private clients' images, got \d+ that are"):
             Simulation(settings, workers=0, dataset=replace(data, train=twice))
         with Simulation(replace(settings, defence="none"), workers=0, dataset=replace(data, train=twice)):
             pass
@@ -314,7 +314,7 @@ class TestRounds:
     @pytest.mark.parametrize(
         ("other", "message"),
         [
-            ({"seed": 0}, "none of the private clients', got 40 that are"),
+            ({"seed": 0}, "must not be private clients' images, got 40 that are"),
             ({"side": 9, "seed": 1}, r"must have the shape \(1, 8, 8\) of 'own', got \(1, 9, 9\)"),
             ({"classes": 11, "seed": 1}, "at most the 10 classes of 'own', got 11"),
         ],
