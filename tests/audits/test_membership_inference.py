@@ -141,7 +141,7 @@ def test_a_round_with_only_the_guard_says_so(tiny, monkeypatch):
     monkeypatch.setattr(membership, "Simulation", lambda s, **more: Simulation(s, **more, defence=Halved()))
     (row,) = infer_membership(TrainSettings(**vars(tiny) | {"rounds": 1}), Watched())
     assert row["auc"] is None
-    assert row["why"] == "no client but the guard trained in this round"
+    assert row["why"] == "only guards trained in this round"
 
 
 def test_an_overfitted_model_reveals_its_members(tiny):

@@ -270,7 +270,7 @@ def test_a_lost_worker_fails_only_its_cell(small, tmp_path):
     settings = small(defences=f"{tmp_path}/lethal.py:Lethal,prune", rounds=0)
     result = audit(settings, tmp_path / "run", workers=2)
     assert [why.split(": ", 1)[1] for why in result.failed.values()] == [
-        "WorkerError: the worker process was lost, perhaps for want of memory"
+        "WorkerError: the worker process was lost, perhaps because memory ran out. Use fewer --workers"
     ]
     assert sum(not row["failed"] for row in result.rows) == 4
     assert {row["defence"] for row in result.rows if row["failed"]} == {f"{tmp_path}/lethal.py:Lethal"}
