@@ -53,3 +53,9 @@ def test_links_lead_somewhere(page):
 def test_broken_links_are_found():
     text = "# One `two`\n[a](README.md) [b](nowhere.md) [c](#one-two) [d](#three) [e](https://x.org/y) `[f](no.md)`"
     assert broken(ROOT / "README.md", text) == ["nowhere.md", "#three"]
+
+
+def test_every_page_is_in_the_table_of_contents():
+    contents = (ROOT / "docs" / "index.md").read_text()
+    linked = set(re.findall(r"\]\(([\w.-]+\.md)", contents))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= linked
