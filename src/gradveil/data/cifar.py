@@ -76,7 +76,7 @@ class Cifar10(NamedSet):
         return len(read_cifar_binary(path, self.num_classes)[1])
 
     def _layout(self, root: Path) -> tuple[Path, str, _Reader]:
-        """The folder with the test batch, else one that is there, else the binary one; its files' ending and reader."""
+        """Return the folder (with the test batch, else existing, else binary), its files' ending and their reader."""
         binary = (root / str(self.files[0].unpacks_to), ".bin", read_cifar_binary)
         python = (root / self.python_folder, "", read_cifar_python)
         test = list(self.batches)[-1]
