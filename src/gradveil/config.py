@@ -1,4 +1,4 @@
-"""Settings of a run: frozen dataclasses, checked when they are built, and their TOML form."""
+"""Settings of a training as a frozen dataclass, checked when it is built, and settings as TOML."""
 
 import dataclasses
 import tomllib
@@ -17,53 +17,57 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 LARGEST = 1e38
-"""Far beyond any sensible rate, and just inside float32."""
+"""Largest rate and penalty: far beyond any sensible value, and just within float32."""
 
 
 def setting(default: Any, text: str) -> Any:  # noqa: ANN401 - stands for a value of the field's own type
-    """A field with the help text that the command line shows."""
+    """Return a dataclass field with the help text that the command line shows."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """All that decides the result of ``gradveil train``. The command line has one option for each field."""
+    """Everything that decides the result of ``gradveil train``. The command line has an option for each field."""
 
     dataset: str = setting("mnist-5k", "A named set (gradveil list datasets), a .npz file or a folder of pictures.")
     model: str = setting("lenet5", "A model of the zoo (gradveil list models) or your own file.py:factory.")
     defence: str = setting("none", "A defence with its settings, name:key=value; a+b chains two.")
     defended: tuple[int, ...] = setting(
-        (), "Clients that defend, 0/5; by default all. Defences of single devices only."
+        (), "Clients that use the defence, such as 0/5; by default all. Only for defences that run on single devices."
     )
     clients: int = setting(10, "Number of clients, N.")
     rounds: int = setting(20, "Number of rounds; 0 only evaluates the starting model.")
     partition: str = setting(
-        "iid", "How the training images are dealt to the clients: iid, by-class, label-parts, dirichlet."
+        "iid", "How training images are divided among clients: iid, by-class, label-parts or dirichlet."
     )
-    aux: str = setting("", "Data set of public images, for defences that use some; a guard trains on them.")
-    sensitive: str = setting("", "Images marked sensitive: a fraction of each client's, positions 0/5/7, or 3:0/5;4:1.")
-    sampled: int = setting(0, "Clients that train in a round, K; 0 is all.")
+    aux: str = setting("", "Data set of public images, for defences that use them; a guard trains on them.")
+    sensitive: str = setting(
+        "", "Images marked sensitive: a fraction per client, positions 0/5/7, or positions per client 3:0/5;4:1."
+    )
+    sampled: int = setting(0, "Number of clients that train per round, K; 0 means all.")
     sampling: str = setting(
-        "uniform", "uniform (without replacement), uniform-replace, or size-replace (by data size)."
+        "uniform", "How they are drawn: uniform (without replacement), uniform-replace, or size-replace (by data size)."
     )
-    weighting: str = setting("size", "Weights of the updates: size, uniform, or unbiased (N/K * p_k).")
-    algorithm: str = setting("fedavg", "fedavg, or fedsgd (one gradient of one batch a round).")
-    epochs: int = setting(1, "Local epochs a round (fedavg).")
-    batch_size: int = setting(32, "Images a local step; 0 is all of the client's.")
+    weighting: str = setting("size", "Weights of the updates in the average: size, uniform, or unbiased (N/K * p_k).")
+    algorithm: str = setting("fedavg", "fedavg, or fedsgd (one gradient of one batch per round).")
+    epochs: int = setting(1, "Local epochs per round (fedavg).")
+    batch_size: int = setting(32, "Images per local step; 0 means all images of the client.")
     lr: float = setting(0.05, "Learning rate of the clients' SGD.")
     lr_decay: float = setting(1.0, "Factor on the learning rate after each round (exponential decay).")
     lr_steps: tuple[int, ...] = setting(
         (), "Rounds after which the learning rate is multiplied by --lr-factor: 60/120."
     )
-    lr_factor: float = setting(0.1, "Factor at each of --lr-steps.")
-    momentum: float = setting(0.9, "Momentum of the clients' SGD; starts anew each round. Ignored by fedsgd.")
+    lr_factor: float = setting(0.1, "Factor on the learning rate at each of --lr-steps.")
+    momentum: float = setting(0.9, "Momentum of the clients' SGD, reset each round. Ignored by fedsgd.")
     nesterov: bool = setting(False, "Nesterov momentum.")
     weight_decay: float = setting(0.0, "L2 penalty of the clients' SGD.")
-    batch_norm: str = setting("average", "Running statistics: average (sent and averaged), local (kept), or freeze.")
+    batch_norm: str = setting(
+        "average", "BatchNorm running statistics: average (sent and averaged), local (kept on the device), or freeze."
+    )
     normalise: str = setting("dataset", "Input normalisation: dataset, imagenet, none, or mean/std as 0.5/0.5.")
     weights: str = setting("", "Start from these weights (safetensors).")
-    tripwire: str = setting("off", "Clients look for traps in the model they receive: off, warn, or refuse to train.")
-    eval_every: int = setting(1, "Evaluate after every n-th round (and the last).")
+    tripwire: str = setting("off", "Clients check the model they receive for traps: off, warn, or refuse (to train).")
+    eval_every: int = setting(1, "Evaluate after every n-th round, and after the last.")
     save_rounds: tuple[int, ...] = setting((), "Rounds whose model and updates are saved: 1/10/20.")
     seed: int = setting(0, "Every random draw comes from this seed.")
     device: str = setting("cpu", "cpu, cuda or cuda:1.")
@@ -91,7 +95,7 @@ class TrainSettings:
         in_range("lr_factor", self.lr_factor, 0, 1, open_low=True)
         in_range("momentum", self.momentum, 0, 1, open_high=True)
         if self.nesterov and not self.momentum:
-            raise ConfigError("momentum must be more than 0 for nesterov, got 0.")
+            raise ConfigError("momentum must be more than 0 for nesterov, got 0. Raise --momentum, or drop --nesterov.")
         in_range("weight_decay", self.weight_decay, 0, LARGEST)
         one_of("batch_norm", self.batch_norm, ["average", "local", "freeze"])
         one_of("tripwire", self.tripwire, ["off", "warn", "refuse"])
@@ -102,29 +106,29 @@ class TrainSettings:
 
     @property
     def num_sampled(self) -> int:
-        """K: how many clients train in a round."""
+        """K: number of clients that train per round."""
         return self.sampled or self.clients
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The keys of a TOML file of settings; ``[defence] name = ..`` tables become ``name:key=value`` texts."""
+    """Return the keys of a TOML file of settings; ``[defence] name = ..`` tables become ``name:key=value`` texts."""
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
     except FileNotFoundError as error:
-        raise ConfigError(f"Settings file {path} must exist, got no such file.") from error
+        raise ConfigError(f"Settings file {path} must exist, got no such file. Check the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"Settings file {path} must be valid TOML, got: {error}.") from error
     return {key: _component_text(key, value, path) for key, value in values.items()}
 
 
 def make_train_settings(values: Mapping[str, object]) -> TrainSettings:
-    """Settings from texts or TOML values; an unknown key is an error with a did-you-mean."""
+    """Return settings from texts or TOML values; an unknown key is an error with a did-you-mean."""
     return TrainSettings(**convert(TrainSettings, values, owner="train"))
 
 
 def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
-    """The same settings with the user's own files named from the root, so that a run can be resumed from anywhere."""
+    """Return the settings with absolute paths of the user's own files, so that a run can be resumed from anywhere."""
     return replace(
         settings,
         dataset=absolute_dataset(settings.dataset),
@@ -136,13 +140,13 @@ def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
 
 
 def absolute_path(text: str) -> str:
-    """The path of a file that exists, from the root; any other text as it is."""
+    """Return the absolute path of a file that exists, or any other text unchanged."""
     path = Path(text).expanduser()
     return str(path.resolve()) if text and path.exists() else text
 
 
 def absolute_spec(spec: str) -> str:
-    """A component's text with the user's own files named from the root."""
+    """Return a component's text with absolute paths of the user's own files."""
     for file in own_files(spec):
         spec = spec.replace(file, absolute_path(file), 1)
     return spec
@@ -158,7 +162,7 @@ def absolute_dataset(text: str) -> str:
 
 
 def to_toml(settings: "DataclassInstance") -> bytes:
-    """All settings as TOML, in the order of the fields."""
+    """Return all settings as TOML, in the order of the fields."""
     return tomli_w.dumps(
         {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(settings).items()}
     ).encode()
@@ -172,7 +176,7 @@ def _component_text(key: str, value: object, path: Path) -> object:
     settings = dict(value)
     name = settings.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"Table [{key}] in {path} must have a name, got {sorted(value)}.")
+        raise ConfigError(f"Table [{key}] in {path} must have a name, got {sorted(value)}. Add a line: name = ...")
     pairs = ",".join(f"{k}={_setting_text(v)}" for k, v in settings.items())
     return f"{name}:{pairs}" if pairs else name
 

@@ -4,18 +4,18 @@
 
     GradveilError
     ├── ConfigError            a setting is wrong; nothing was started
-    │   ├── UnknownNameError   no component of that name (with a did-you-mean)
-    │   └── ThreatModelError   an attack asks for what the threat model does not grant
-    ├── DataError              a data file is corrupt, or its content does not fit
-    │   └── MissingDataError   a data file is not there and could not be fetched
-    ├── RunFolderError         the output folder holds another run, or can't hold this one
-    └── TrainingError          a run failed on its way
+    │   ├── UnknownNameError   no component or setting has this name (with a did-you-mean)
+    │   └── ThreatModelError   an attack needs more than the threat model grants
+    ├── DataError              a data file is corrupt, or has the wrong content
+    │   └── MissingDataError   a data file is missing and could not be downloaded
+    ├── RunFolderError         the output folder holds another run, or can't be written
+    └── TrainingError          a run failed after it had started
         ├── DefenceError       a defence could not protect an update, so it was not sent
         ├── DivergedError      the training produced NaN or infinity
         ├── TripwireError      a client found a trap in the model, and sent nothing
         └── WorkerError        a worker process, or a site's node, was lost
 
-Each message is one sentence with what was wrong, the rule and the value, followed by the way out.
+Each message tells what was wrong, the rule and the value, and ends with the way out.
 The command line turns `TrainingError` into exit code 1 and all others into exit code 2.
 """
 
@@ -64,7 +64,7 @@ class RunFolderError(GradveilError):
 
 
 class TrainingError(GradveilError):
-    """A run that was set up well failed on its way; its last checkpoint is whole."""
+    """A run failed after it had started; its last checkpoint is intact."""
 
 
 class DefenceError(TrainingError):
@@ -84,7 +84,7 @@ class WorkerError(TrainingError):
 
 
 def named_error(kind: str, message: str) -> GradveilError | None:
-    """The error of this class, as another process raised it; None where gradveil has no such class.
+    """Return an error of the class ``kind``, as another process raised it, or None if gradveil has no such class.
 
     Example:
         >>> named_error("DataError", "No images.")

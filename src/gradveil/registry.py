@@ -1,7 +1,7 @@
-"""Components are frozen dataclasses found by their file: a class in the right folder exists, and nothing else lists it.
+"""Components: frozen dataclasses that are found by their file. A class in the right folder exists; no list names it.
 
 A component is written ``name:key=value,key=value`` on the command line, in TOML and in every row, and
-`build` turns that text into the object. The user's own come as ``path/file.py:Name:key=value``.
+`build` turns that text into the object. The user's own components are written ``path/file.py:Name:key=value``.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from gradveil.source import module_path
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """Base of everything that has a name and settings. The fields of a subclass are its settings, all with defaults.
+    """Base of everything that has a name and settings. The fields of a subclass are its settings; all have defaults.
 
     Attributes:
         kind: the plural that users type in ``gradveil list KIND``; each base class states it.
@@ -43,7 +43,7 @@ class Component:
 
     @property
     def spec(self) -> str:
-        """The text that builds this component again, with the settings that differ from the default."""
+        """The text that builds this component again, with the settings that differ from their defaults."""
         cls, module = type(self), sys.modules[type(self).__module__]
         own = f"{module.__file__}:{cls.__name__}" if module.__name__.startswith(OWN) else self.name
         return ":".join(filter(None, (own, self._settings())))
@@ -123,7 +123,7 @@ def split_specs(text: str) -> list[str]:
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Name and settings of one component's text; a user's file keeps its ``path.py:Name``.
+    """Return the name and the settings in a component's text; the name of a user's own is its ``path.py:Name``.
 
     Example:
         >>> parse_spec("soteria:prune=0.6")
@@ -138,7 +138,8 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ConfigError(
-                f"Settings of {name!r} must be key=value pairs split by commas, got {pair!r} in {spec!r}."
+                f"Settings of {name!r} must be key=value pairs split by commas, got {pair!r} in {spec!r}. "
+                f"See `gradveil describe {name}`."
             )
         settings[key.strip()] = value.strip()
     return name.strip(), settings
@@ -194,7 +195,7 @@ def convert(cls: type[Any], settings: Mapping[str, object], owner: str) -> dict[
 
 
 def _value(value: object, hint: object) -> object:
-    """One setting's value in the declared type; texts are parsed, other values must already fit."""
+    """Return a setting's value in the declared type; texts are parsed, other values must have that type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if type(None) in arguments and value in (None, "none"):
@@ -239,7 +240,7 @@ def _truth(value: object) -> bool:
 
 
 def _text(value: object) -> str:
-    """A setting's value as it is written in a spec."""
+    """Return a setting's value as text for a spec."""
     if isinstance(value, tuple):
         return "/".join(map(_text, value))
     if isinstance(value, bool):

@@ -1,3 +1,3 @@
-"""The public door to `gradveil.engines.tripwire`: checks with which a client looks at the model that it received."""
+"""Checks of a received model for traps, for use in your own client; see `gradveil.engines.tripwire`."""
 
-from gradveil.engines.tripwire import *  # noqa: F403 - the same names
+from gradveil.engines.tripwire import *  # noqa: F403 - exactly the same names

@@ -1,4 +1,4 @@
-"""Checks of settings: each returns nothing or raises one sentence with the rule and the value."""
+"""Checks of settings. Each raises an error with the rule and the value if a setting breaks its rule."""
 
 import math
 from collections.abc import Iterable
@@ -27,7 +27,9 @@ def in_range(
         Traceback (most recent call last):
         gradveil.errors.ConfigError: lr must be more than 0, got 0.
     """
-    whole = isinstance(value, int) and not isinstance(value, bool)  # compared as it is: it may exceed all floats
+    whole = isinstance(value, int) and not isinstance(
+        value, bool
+    )  # compared without conversion: it may exceed all floats
     number = whole or (isinstance(value, float) and math.isfinite(value))
     above = number and (value > low if open_low else value >= low)
     below = number and (value < high if open_high else value <= high)
@@ -56,7 +58,7 @@ def one_of(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there; a name too long for the system is none."""
+    """Return whether a path is a file that exists; a name that is too long for the system is not."""
     try:
         return path.is_file()
     except OSError:

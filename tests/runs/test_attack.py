@@ -411,7 +411,7 @@ def test_an_attack_that_fails_midway_exits_with_code_1_and_leaves_nothing(gradve
     monkeypatch.setattr("gradveil.attacks.matching.Matching.run", fail)
     code, out, err = gradveil(*files.arguments(attack=QUICK))
     assert (code, out) == (1, "")
-    assert err.rstrip().endswith("TrainingError: The attack failed on its way: out of memory. Nothing was saved.")
+    assert err.rstrip().endswith("TrainingError: The attack failed while running: out of memory. Nothing was saved.")
     assert not files.out.exists()
 
 

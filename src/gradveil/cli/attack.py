@@ -1,4 +1,4 @@
-"""The command that attacks updates which were saved as files."""
+"""The command that attacks saved updates."""
 
 import contextlib
 import sys
@@ -8,23 +8,24 @@ from typing import Annotated
 import typer
 
 from gradveil.cli.display import Json, bar, figure, print_json, show
+from gradveil.cli.options import Device, Seed
 from gradveil.progress import listening
 
 
 def attack_command(  # noqa: PLR0913 - its arguments are the options of the command
-    model_file: Annotated[Path, typer.Option(help="The weights as they were broadcast (safetensors).")],
+    model_file: Annotated[Path, typer.Option(help="The weights that the server broadcast (safetensors).")],
     update: Annotated[
-        list[Path], typer.Option(help="A client's update, tensors by name (safetensors or .npz); may be repeated.")
+        list[Path], typer.Option(help="Update of a client, tensors by name (safetensors or .npz); may be repeated.")
     ],
-    spec: Annotated[Path, typer.Option(help="TOML file: model, shape, num_classes, kind, and what else is known.")],
+    spec: Annotated[Path, typer.Option(help="TOML file with model, shape, num_classes, kind, and other known facts.")],
     attack: Annotated[str, typer.Option(help="An attack with its settings, name:key=value (gradveil list attacks).")],
     out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")],
-    seed: Annotated[int, typer.Option(help="Every random draw comes from this seed.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    seed: Seed = 0,
+    device: Device = "cpu",
     truth: Annotated[Path | None, typer.Option(help="The private images (.npz with `images`), for scores.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Rebuild private images from updates that any framework saved; the folder OUT gets pictures and rows."""
+    """Rebuild private images from updates that any framework saved; write pictures and rows to the folder OUT."""
     from rich.table import Table
 
     from gradveil.runs.attack import attack_files

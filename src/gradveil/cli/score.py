@@ -13,18 +13,19 @@ def score_command(  # noqa: PLR0913 - its arguments are the options of the comma
     dataset: Annotated[str, typer.Option(help="A named set, a .npz file or a folder of pictures.")] = "mnist-5k",
     model: Annotated[str, typer.Option(help="A model of the zoo or your own file.py:factory.")] = "lenet-dlg",
     defences: Annotated[str, typer.Option(help="Defences, a list a,b:key=value; a+b chains two.")] = "none",
-    targets: Annotated[int, typer.Option(help="Images that are looked at, each in an update of its own.")] = 4,
-    knows: Annotated[str, typer.Option(help="What attackers know beside the defence.")] = "labels,num-examples",
-    weights: Annotated[str, typer.Option(help="Take these weights (safetensors), else random ones.")] = "",
+    targets: Annotated[int, typer.Option(help="Number of images to score, one per update.")] = 4,
+    knows: Annotated[str, typer.Option(help="What attackers know in addition to the defence.")] = "labels,num-examples",
+    weights: Annotated[str, typer.Option(help="Weights of the model (safetensors); by default random.")] = "",
     normalise: Annotated[str, typer.Option(help="Input normalisation, as in audit.")] = "dataset",
-    aux: Annotated[str, typer.Option(help="Data set of public images, for defences that use some.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the model, the targets and the defences.")] = 0,
+    aux: Annotated[str, typer.Option(help="Data set of public images, for defences that use them.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the model, the targets and the defences.")] = 0,
     data_root: DataRoot = None,
     as_json: Json = False,
 ) -> None:
-    """Bound what any attacker could get back of single images, without attacking: PSNR that can't be beaten on average.
+    """Bound what any attacker could recover of single images, without attacking: the best possible mean PSNR.
 
-    To first order, by attackers who know the defence, the label and how much pixels vary, and nothing else of images.
+    The bound is of first order, for attackers who know the defence, the label and the variance of pixels, and nothing
+    else about images.
     """
     from rich.table import Table
 

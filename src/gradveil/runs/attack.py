@@ -1,4 +1,4 @@
-"""Attack updates that were saved as files, by whatever framework, and leave pictures and numbers in a folder."""
+"""Attack updates that any framework saved as files; write pictures and numbers to a folder."""
 
 import json
 import math
@@ -52,19 +52,19 @@ def attack_files(
     device: str = "cpu",
     truth: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Attack all updates at once and leave settings, rows, images and reconstruction in ``out``; returns the rows.
+    """Attack all updates at once; save settings, rows, images and reconstruction in ``out``, and return the rows.
 
-    Everything is read and checked before the folder is made. Same files and arguments, same rows but for ``seconds``,
-    which is each target's share of the whole.
+    Everything is read and checked before the folder is made. The same files and arguments give the same rows, except
+    for ``seconds``, which is each target's share of the total.
 
     Args:
-        model_file: the weights as they were broadcast (safetensors).
-        updates: one file a client: tensors by parameter name (safetensors or .npz).
-        spec: what is known of them.
+        model_file: the weights that the server broadcast (safetensors).
+        updates: one file per client, with tensors by parameter name (safetensors or .npz).
+        spec: what is known about them.
         attack: an attack with its settings, ``name:key=value``.
         out: a folder that is new or empty.
-        seed: of the attack's random draws.
-        device: where it runs.
+        seed: seed of the attack's random draws.
+        device: device on which the attack runs.
         truth: an .npz file with the private ``images``, for scores; the attack never sees it.
     """
     in_range("seed", seed, 0, 2**63 - 1)
@@ -89,7 +89,7 @@ def attack_files(
             result = chosen(seen, stream(seed, "attack"))
         except RuntimeError as error:  # torch's own, e.g. out of memory, or a layer that it can't differentiate
             first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise TrainingError(f"The attack failed on its way: {first}. Nothing was saved.") from error
+            raise TrainingError(f"The attack failed while running: {first}. Nothing was saved.") from error
         share = (time.perf_counter() - started) / seen.num_targets
         facts = {
             "defence": spec.defence or "unknown",
@@ -107,7 +107,7 @@ def attack_files(
             "settings.toml": tomli_w.dumps(settings).encode(),
             "reconstruction.safetensors": to_safetensors(tensors, {"attack": chosen.spec, "seed": str(seed)}),
             **pictures,
-            "rows.jsonl": to_lines(rows),  # last: where it is, all is there
+            "rows.jsonl": to_lines(rows),  # last: if it exists, all files exist
         }
         for name, content in files.items():
             write_atomic(out / name, content)
@@ -115,13 +115,13 @@ def attack_files(
 
 
 def read_update(path: Path) -> dict[str, Tensor]:
-    """One client's tensors by name, from safetensors or .npz; nothing pickled is ever opened."""
+    """Return a client's tensors by name, from safetensors or .npz; pickled files are never opened."""
     _check_file(path)
     return _read_arrays(path) if path.suffix.lower() == ".npz" else load_tensors(path)
 
 
 def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device: torch.device) -> Observation:
-    """What the files and the specification show a server."""
+    """Return what the files and the specification show a server."""
     channels, height, width = spec.shape
     shape = (channels, height, width)
     defence = build_defence(spec.defence) if spec.defence else None
@@ -155,7 +155,7 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
 
 
 def _other_defence(model_file: Path, given: str) -> str:
-    """What to do where a file that does not fit says that it was saved under another defence than the one given."""
+    """Return a hint if a file's metadata name another defence than the one given, or ""."""
     with suppress(DataError):
         saved = read_metadata(model_file).get("defence", "")
         if saved and saved != (given or "none"):
@@ -168,7 +168,7 @@ MOST_PUBLIC_IMAGES = 500
 
 
 def _public(dataset: str, shape: tuple[int, int, int], device: torch.device) -> Batch:
-    """The first test images of a data set."""
+    """Return the first test images of a data set."""
     there = load_dataset(dataset)
     if there.shape != shape:
         raise ConfigError(f"public_data must be images of shape {shape}, got {there.shape} in {dataset!r}.")
@@ -196,11 +196,11 @@ def _check_file(path: Path) -> None:
             f"{path.with_suffix('.safetensors').name!r})."
         )
     if not is_file(path):
-        raise ConfigError(f"{path} must exist, got no such file.")
+        raise ConfigError(f"{path} must exist, got no such file. Check the path.")
 
 
 def _read_arrays(path: Path) -> dict[str, Tensor]:
-    """The arrays of an .npz file; bytes stay bytes, all others become float64."""
+    """Return the arrays of an .npz file; uint8 stays uint8, all other types become float64."""
     try:
         with warnings.catch_warnings(), path.open("rb") as file:
             warnings.simplefilter("ignore")  # headers written by Python 2 make numpy warn, harmlessly
@@ -221,7 +221,10 @@ def _read_arrays(path: Path) -> dict[str, Tensor]:
 
 
 def _read_truth(path: Path, seen: Observation, num_examples: int | None) -> Tensor:
-    """The private images (T, B, C, H, W) in [0, 1]; without B where each update has one, without T for one update."""
+    """Return the private images (T, B, C, H, W) in [0, 1].
+
+    The file may leave out B if each update has one image, and T if there is one update.
+    """
     _check_file(path)
     arrays = _read_arrays(path)
     if "images" not in arrays:
@@ -241,7 +244,7 @@ def _read_truth(path: Path, seen: Observation, num_examples: int | None) -> Tens
 
 
 def _row(seen: Observation, result: Reconstruction, target: int, private: Tensor | None) -> dict[str, Any]:
-    """What there is to say of one target."""
+    """Return the row of one target."""
     reasons = [result.why[target]] if result.why else []
     figures: dict[str, float | None] = dict.fromkeys(STANDARD)
     if private is None:

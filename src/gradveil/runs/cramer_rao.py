@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class Leak(NamedTuple):
-    """What numbers tell of an image, to first order.
+    """What numbers reveal about an image, to first order.
 
     Attributes:
         mse: the least mean squared error of any guess.
-        seen: directions of the image of which less than half of the prior variance is left.
-        bits: what is learned of the image, half the sum of log2(prior variance / variance left).
+        seen: number of directions of the image with less than half of the prior variance left.
+        bits: information about the image: half the sum of log2(prior variance / variance left).
         fisher_loss: the largest singular value of J / σ: how far the numbers move, in units of their noise, when the
             image moves by one.
     """
@@ -24,20 +24,20 @@ class Leak(NamedTuple):
 
 
 def leak(jacobian: Tensor, noise: Tensor, prior: Tensor, nuisance: Tensor | None = None) -> Leak:
-    r"""The van Trees bound for numbers y = f(x, u) + noise, linearised, with x and u normal and independent before.
+    r"""Return the van Trees bound for numbers y = f(x, u) + noise, linearised; x and u are normal and independent.
 
     .. math::
         \mathrm{MSE} \ge \frac1D \,\mathrm{tr}\left[\left(J^T \Sigma^{-1} J + \Lambda^{-1}\right)^{-1}\right]_{xx}
 
-    Exact where f is linear and all is normal. An attacker who knows more of images than their variance can do better,
-    and where f bends much, no first-order figure holds. Worked out by orthogonal transformations of J itself, for
-    forming :math:`J^T J` would lose half of the digits.
+    The bound is exact if f is linear and everything is normal. An attacker who knows more about images than their
+    variance can do better, and if f is strongly curved, no first-order figure holds. It is computed by orthogonal
+    transformations of J itself, because forming :math:`J^T J` would lose half of the digits.
 
     Args:
         jacobian: (P, D + K), derivatives by the D numbers of the image, then by K unknown numbers u.
-        noise: (P,) standard deviation of each number; infinite where it tells nothing.
-        prior: (D,) variance of each of the image's numbers before.
-        nuisance: (K,) the same of u.
+        noise: (P,) standard deviation of each number; infinite if the number reveals nothing.
+        prior: (D,) prior variance of each of the image's numbers.
+        nuisance: (K,) prior variance of u.
 
     Reference: Gill and Levit 1995; for gradients https://arxiv.org/abs/2411.03746; the last figure is that of Hannun et
         al. 2021, https://arxiv.org/abs/2102.11673.
@@ -50,7 +50,7 @@ def leak(jacobian: Tensor, noise: Tensor, prior: Tensor, nuisance: Tensor | None
     variances = prior if nuisance is None else torch.cat([prior, nuisance])
     scaled = (jacobian / noise[:, None]).double()
     spread = variances.double().sqrt()
-    root = torch.linalg.qr(scaled * spread, mode="r").R  # what is known of x and u in units of the prior
+    root = torch.linalg.qr(scaled * spread, mode="r").R  # what is known about x and u, in units of the prior
     whole = torch.linalg.qr(torch.cat([root, torch.eye(len(variances), dtype=root.dtype)]), mode="r").R
     inverse = torch.linalg.solve_triangular(whole, torch.eye(len(whole), dtype=whole.dtype), upper=True)
     left = inverse[:size] @ inverse[:size].T  # (D, D) covariance that is left, in units of the prior

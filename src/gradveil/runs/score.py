@@ -1,4 +1,4 @@
-"""Leak scores that need no attack: how well anyone could know an image from its update, under each defence."""
+"""Leak scores without an attack: how well anyone could know an image from its update, under each defence."""
 
 import copy
 import math
@@ -27,11 +27,11 @@ from gradveil.threat import Observation, ThreatModel
 from gradveil.types import Batch, Tensors
 
 MOST_NUMBERS = 10**9
-"""Entries of a Jacobian at most: 8 GB."""
+"""Largest number of entries of a Jacobian: 8 GB."""
 DRAWS = 256
-"""Of a client's secret numbers, to learn how much they vary."""
+"""Number of draws of a client's secret numbers, to estimate their variance."""
 ROUNDING = 5e-7
-"""What float32 leaves unsure of a gradient, in units of a tensor's root mean square, about what is measured here."""
+"""Rounding error of a float32 gradient, in units of the tensor's root mean square; about the error measured here."""
 
 
 def score(
@@ -40,15 +40,17 @@ def score(
     data_root: Path | None = None,
     progress: Callable[[float, str], None] = lambda share, doing: None,
 ) -> list[dict[str, Any]]:
-    """A row for each defence and target: the best mean PSNR that guesses from one gradient can have, to first order.
+    """Return a row per defence and target: the best mean PSNR of any guess from one gradient, to first order.
 
-    The attacker knows the label, the defence and what is granted beside, and of images their variance. The network is
-    the one of an audit with the same settings, and so are the targets; one image each. Each of a defence's countermoves
-    is a model of what arrives; whatever it leaves unexplained at the true image, as added noise, counts as noise. The
-    one that tells most counts. See `gradveil.runs.cramer_rao.leak` for what the bound is worth.
+    The attacker knows the label, the defence, what the threat model grants, and the variance of images. The network and
+    the targets, one image each, are those of an audit with the same settings. Each countermove of a defence models what
+    arrives; whatever it leaves unexplained at the true image, such as added noise, counts as noise. The countermove
+    that reveals most counts. See `gradveil.runs.cramer_rao.leak` for the limits of the bound.
     """
     if settings.images != 1 or settings.update != "gradient" or settings.looks != 1:
-        raise ConfigError("A score is of the gradient of one image, got other updates. Leave images, update and looks.")
+        raise ConfigError(
+            "A score is of the gradient of one image, got other updates. Leave out images, update and looks."
+        )
     dataset = load_dataset(settings.dataset, data_root)
     bounded = tuple(spec for spec in settings.defences if not build_defence(spec).hides_images)
     check(replace(settings, defences=bounded or ("none",)), dataset, data_root)  # the others have no score anyway
@@ -116,14 +118,14 @@ def _psnr(mse: float) -> float | None:
 
 @dataclass(frozen=True)
 class View:
-    """What an attacker who plays one countermove compares, as a function of the image and of the client's secrets.
+    """What an attacker who plays one countermove compares, as a function of the image and the client's secrets.
 
     Attributes:
         replay: the client's step, in float64.
         move: the countermove.
         wanted: the gradient that arrived, (1, ...) by name.
         label: (1,).
-        image: (1, C, H, W), where the derivatives are taken.
+        image: (1, C, H, W), the point at which derivatives are taken.
         secrets: values (numbers,) and variances of each module's output that the attacker does not know. The values are
             drawn as the client draws its own.
     """
@@ -137,7 +139,7 @@ class View:
 
     @staticmethod
     def of(seen: Observation, move: Countermove, private: Batch, seed: int) -> "View":
-        """The view on one target, at its private image."""
+        """Return the view of one target, at its private image."""
         rng = stream(seed, "score")
         network = copy.deepcopy(seen.network).cpu().double()
         wanted = {name: tensor.cpu().double() for name, tensor in seen.mean_gradients.items()}
@@ -149,7 +151,7 @@ class View:
         return View(replay, move, wanted, private.labels.cpu(), private.images.cpu().double(), secrets)
 
     def __call__(self, point: Tensor) -> dict[str, Tensor]:
-        """What arrives, by name, of an image and secrets in one row of numbers."""
+        """Return what arrives, by name, for an image and secrets that are given as one vector."""
         sizes = [self.image.numel(), *(len(value) for value, _ in self.secrets.values())]
         pixels, *others = torch.split(point, sizes)
         outputs = {name: value.double() for name, value in self.move.outputs.items()}
@@ -160,7 +162,7 @@ class View:
         return {name: tensor for name, tensor in guess.items() if self.move.weights.get(name, 1.0)}
 
     def leak(self, prior: Tensor, tell: Callable[[float], None]) -> Leak:
-        """How much it tells of the image."""
+        """Return how much the view reveals about the image."""
         values = [value for value, _ in self.secrets.values()]
         point = torch.cat([self.image.flatten(), *values]).requires_grad_()
         with torch.enable_grad():
@@ -173,7 +175,7 @@ class View:
         return leak(jacobian[known], noise[known], prior, varying)
 
     def _noise(self, name: str, tensor: Tensor, compared: Tensor) -> Tensor:
-        """(numbers,) the standard deviation of each number; 0 where a tensor is all zeros, which tells nothing.
+        """Return the standard deviation of each number, (numbers,); 0 for a tensor of zeros, which reveals nothing.
 
         It is what the model leaves unexplained, but for secrets, which are not the client's own here. Laplace noise has
         twice the Fisher information of normal noise as large.
@@ -189,7 +191,7 @@ def _size(tensor: Tensor) -> float:
 
 
 def _jacobian(values: Tensor, point: Tensor, tell: Callable[[float], None]) -> Tensor:
-    """(values, point): column by column, since a network has more weights than an image has pixels."""
+    """Return the Jacobian (values, point), column by column: a network has more weights than an image has pixels."""
     if values.numel() * point.numel() > MOST_NUMBERS:
         raise ConfigError(
             f"A score takes at most {MOST_NUMBERS:,} derivatives, got {values.numel():,} numbers of an update times "
@@ -206,7 +208,7 @@ def _jacobian(values: Tensor, point: Tensor, tell: Callable[[float], None]) -> T
 
 
 def summarise_scores(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Means over seeds and targets, a line a defence."""
+    """Return the means over seeds and targets, one line per defence."""
     lines = []
     for defence in dict.fromkeys(row["defence"] for row in rows):
         own = [row for row in rows if row["defence"] == defence]

@@ -1,4 +1,4 @@
-"""What goes with updates that were saved as files: a TOML file that says what is known of them."""
+"""The specification of saved updates: a TOML file with what is known about them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,24 +18,24 @@ _LOCAL = tuple(field.name for field in dataclasses.fields(LocalSettings))
 
 @dataclass(frozen=True)
 class UpdateSpec:
-    """What is known of the updates: the TOML file that goes with them. Each fact that is given, the attacker knows.
+    """What is known about the updates: the TOML file that goes with them. The attacker knows every fact in it.
 
     Attributes:
         model: a model of the zoo or the user's own file.py:factory.
         shape: (C, H, W) of an image.
-        num_classes: of the task.
+        num_classes: number of classes of the task.
         kind: change (weights after minus weights before) or gradient.
         lr: the clients' learning rate; a change needs it.
-        num_examples: images behind each update.
-        labels: of these images: a list for all updates, or a list of one list an update.
+        num_examples: number of images behind each update.
+        labels: labels of these images: one list for all updates, or a list per update.
         normalise: what the clients did to images in [0, 1]: none, imagenet, or mean/std as 0.5/0.5.
-        defence: what the clients ran, "" if that is not known.
-        public_data: a data set whose first test images are of the same kind, "" if there is none at hand.
-        algorithm: fedavg or fedsgd; this and what follows is of local training, see `LocalSettings`.
-        epochs: of local training; without this and ``batch_size`` an update is one step on all images.
-        batch_size: images a local step; 0 is all of them.
-        momentum: of local SGD.
-        nesterov: Nesterov's form of it.
+        defence: the defence that the clients used, or "" if it is not known.
+        public_data: a data set whose first test images are of the same kind, or "".
+        algorithm: fedavg or fedsgd; this and the following describe local training, see `LocalSettings`.
+        epochs: local epochs; without this and ``batch_size`` an update is one step on all images.
+        batch_size: images per local step; 0 means all of them.
+        momentum: momentum of local SGD.
+        nesterov: whether it is Nesterov momentum.
         weight_decay: L2 penalty.
         batch_norm: average, local or freeze.
     """
@@ -64,7 +64,9 @@ class UpdateSpec:
         in_range("num_classes", self.num_classes, 1)
         one_of("kind", self.kind, ["change", "gradient"])
         if self.kind == "change" and self.lr is None:
-            raise ConfigError("lr must be the clients' learning rate where kind is 'change', got none. Add it.")
+            raise ConfigError(
+                "lr must be the clients' learning rate if kind is 'change', got none. Add a line: lr = ..."
+            )
         if self.num_examples is not None:
             in_range("num_examples", self.num_examples, 1)
         lists = [row if isinstance(row, tuple) else (row,) for row in self.labels or ()]
@@ -81,11 +83,11 @@ class UpdateSpec:
         self._training()
 
     def local_steps(self) -> LocalSettings | None:
-        """How the clients trained; None for a single step on all of their images."""
+        """Return how the clients trained, or None for a single step on all of their images."""
         return None if self.epochs is None and self.batch_size is None else local_settings(self._training())
 
     def _training(self) -> TrainSettings:
-        """The same as settings of a training run, which checks them."""
+        """Return the same facts as settings of a training, which checks them."""
         local: dict[str, Any] = {name: getattr(self, name) for name in _LOCAL if getattr(self, name) is not None}
         names: dict[str, Any] = {
             "model": self.model,
@@ -95,7 +97,7 @@ class UpdateSpec:
         return TrainSettings(**{**asdict(LocalSettings()), **names, **local})
 
     def resolved(self) -> "UpdateSpec":
-        """With what follows from the rest filled in, and the user's own files named from the root."""
+        """Return the specification with derived values filled in and absolute paths of the user's own files."""
         settings = with_absolute_paths(self._training())
         how = self.local_steps()
         first = self.labels[0] if self.labels else None
