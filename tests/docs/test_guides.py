@@ -59,7 +59,7 @@ def test_the_guide_works_as_it_stands(guide, checkout):
 
 def test_there_is_a_guide_for_every_kind_that_users_add():
     assert [path.stem for path in GUIDES] == [
-        "adding-a-data-set", "adding-a-defence", "adding-a-model", "adding-an-attack",
+        "adding-a-data-set", "adding-a-defence", "adding-a-metric", "adding-a-model", "adding-an-attack",
     ]  # fmt: skip
 
 
