@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def play(name: str, command: str, folder: Path) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str], set[str]]:
-    """Return the differences, and the names of new fields."""
+    """Return the differences, and the names of new fields. A reworded ``why`` is text for people, and no difference."""
     changed, new = [], set[str]()
     if before["files"] != after["files"]:
         changed.append("files differ")
@@ -68,9 +69,21 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str
         changed += [
             f"row {number}, {key}: {value!r} became {now.get(key, 'nothing')!r}"
             for key, value in old.items()
-            if now.get(key, "nothing") != value
+            if now.get(key, "nothing") != value and not (key == "why" and value and now.get(key))
         ]
     return changed, new
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of rows and files of a run, and one hash of all of them."""
+    whole = json.dumps(found, sort_keys=True).encode()
+    return {"rows": len(found["rows"]), "files": len(found["files"]), "sha256": hashlib.sha256(whole).hexdigest()}
+
+
+def about(versions: str) -> dict[str, str]:
+    """Return what a file of results states about its making."""
+    day = datetime.now(tz=UTC).date().isoformat()
+    return {"command": "python benchmarks/same_bits.py --against before.json", "date": day, "versions": versions}
 
 
 def main() -> None:
@@ -78,11 +91,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="File to write the results to.")
     parser.add_argument("--against", type=Path, help="File with the results of an earlier version.")
+    parser.add_argument("--result", type=Path, help="File for the verdicts, in the form of results/*.json.")
+    parser.add_argument("--versions", default="", help="With --result: both versions compared, BEFORE..AFTER.")
     parser.add_argument("--only", default="", help=f"Names of runs, separated by commas: {', '.join(RUNS)}.")
     options = parser.parse_args()
     wanted = options.only.split(",") if options.only else list(RUNS)
     earlier = json.loads(options.against.read_text()) if options.against else {}
-    found, differ = {}, False
+    found, verdicts, differ = {}, {}, False
     with tempfile.TemporaryDirectory() as folder:
         for name in wanted:
             found[name] = play(name, RUNS[name], Path(folder))
@@ -91,9 +106,14 @@ def main() -> None:
             verdict = "" if name not in earlier else "CHANGED" if changed else "the same"
             print(f"{name}: {count} {verdict}{f'; new fields: {sorted(new)}' if new else ''}", flush=True)
             print(*[f"  {line}" for line in changed[:10]], sep="\n", end="\n" if changed else "")
+            verdicts[name] = {"command": RUNS[name], "verdict": verdict, "new_fields": sorted(new)} | summary(
+                found[name]
+            )
             differ |= bool(changed)
     if options.write:
         options.write.write_text(json.dumps(found, indent=1))
+    if options.result:
+        options.result.write_text(json.dumps(about(options.versions) | {"runs": verdicts}, indent=1) + "\n")
     sys.exit(differ)
 
 
