@@ -1,5 +1,6 @@
 """The values that gradveil passes around: frozen, with no logic but algebra."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -66,6 +67,22 @@ class Update:
             .sum()
             .sqrt()
         )
+
+    def sha256(self) -> str:
+        """Return a digest of all tensors: their names, shapes, types and bytes, in the order of the names.
+
+        Example:
+            >>> one = Update({"w": torch.ones(2)}, num_examples=5)
+            >>> one.sha256() == (one * 1.0).sha256(), one.sha256() == (one * 2.0).sha256()
+            (True, False)
+        """
+        digest = hashlib.sha256()
+        for kind, tensors in (("tensor", self.tensors), ("buffer", self.buffers)):
+            for name, tensor in sorted(tensors.items()):
+                plain = tensor.detach().cpu().contiguous()
+                digest.update(f"{kind} {name} {tuple(plain.shape)} {plain.dtype}\n".encode())
+                digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def __add__(self, other: "Update") -> "Update":
         return Update(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -15,7 +16,7 @@ from gradveil.data.federated import FederatedData
 from gradveil.defences.base import Client, Defence
 from gradveil.engines.tripwire import guard
 from gradveil.errors import ConfigError, RunFolderError
-from gradveil.federated.client import Broadcast, Device, Played, Score, Streams, play_client, score
+from gradveil.federated.client import Broadcast, Device, Played, Score, Streams, batch_positions, play_client, score
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
 from gradveil.federated.server import ScoreRequest
@@ -23,6 +24,7 @@ from gradveil.models import create_model, load_weights
 from gradveil.models.base import Normalisation
 from gradveil.randomness import global_stream, stream
 from gradveil.storage import PrivateFolder
+from gradveil.threat.tap import Tap
 from gradveil.types import Batch, Tensors
 
 
@@ -90,6 +92,13 @@ def is_private(network: nn.Module, defence: Defence, settings: TrainSettings) ->
     return lambda name: name in statistics or defence.private(name)
 
 
+def images_behind(num_images: int, how: LocalSettings, seed: int, client: int, round_number: int) -> Tensor:
+    """Return the positions of the images behind a client's update: all, or those that FedSGD drew for its batch."""
+    if how.algorithm == "fedavg":
+        return torch.arange(num_images)
+    return next(batch_positions(num_images, how, Streams.of(seed, client, round_number).order))
+
+
 @contextmanager
 def _explain_single_image() -> Iterator[None]:
     """Explain the error that BatchNorm raises for a batch of one image whose feature map is a single pixel."""
@@ -108,7 +117,7 @@ class Devices:
     """Plays any client's round; holds no client's data or state between calls.
 
     All random numbers of a client come from ``seed``, by default the run's seed. A real site draws a secret seed, as
-    whoever knows the seed can draw the same noise, batches and keys.
+    whoever knows the seed can draw the same noise, batches and keys. ``tap`` records chosen clients' rounds, if set.
     """
 
     def __init__(
@@ -121,6 +130,7 @@ class Devices:
         seed: int | None = None,
     ) -> None:
         self._settings, self._data, self._defence = settings, data, defence
+        self.tap: Tap | None = None
         self._network, self._folder = network, folder
         self._how = local_settings(settings)
         self._seed = settings.seed if seed is None else seed
@@ -159,13 +169,23 @@ class Devices:
             data=stream(self._seed, "on_data", number),
             layers=global_stream(self._seed, "layers", number, "round", broadcast.round),
         )
+        tap = self.tap if self.tap is not None and self.tap.wants(number, broadcast.round) else None
+        shown: list[Batch] = []
+        watch = None if tap is None else shown.append
         with _explain_single_image():
-            played = play_client(self._net, device, broadcast, defence, self._how, streams, ready=ready)
+            played = play_client(self._net, device, broadcast, defence, self._how, streams, ready=ready, watch=watch)
+        if tap is not None:
+            tap.trained(number, self._private(number, broadcast.round), shown, played, device.state)
         private = {f"model.{name}": tensor for name, tensor in played.after.items()}
         state = {f"state.{key}": value for key, value in device.state.items()}
         if private or state or saved or folder.begins_anew:
             folder.save_state(broadcast.round, {**private, **state})
         return played
+
+    def _private(self, number: int, round_number: int) -> Batch:
+        """Return the client's images behind its update of a round, before any hook changed them."""
+        data = self._data.client(number).to(self._settings.device)
+        return data[images_behind(len(data), self._how, self._seed, number, round_number)]
 
     def score(self, request: ScoreRequest, start: int, after_round: int, received: Tensor) -> Score:
         """Score the chunk of images that begins at ``start``, with the server's private tensors or a client's."""

@@ -11,6 +11,7 @@ from gradveil.defences.base import Defence
 from gradveil.engines.devices import Devices, chunks
 from gradveil.federated.client import Broadcast, Score
 from gradveil.federated.server import ScoreRequest, Sent
+from gradveil.threat.tap import Tap
 from gradveil.types import Tensors
 
 
@@ -27,6 +28,10 @@ class InProcess:
     ) -> None:
         self._data = data
         self._devices = Devices(settings, data, defence, network, folder)
+
+    def attach(self, tap: Tap) -> None:
+        """Let a tap record its clients from now on."""
+        self._devices.tap = tap
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float

@@ -16,13 +16,14 @@ from gradveil.data.federated import FederatedData, federate
 from gradveil.defences import Defence, build_defence
 from gradveil.engines.devices import defended, is_private, make_network, refuse_in_part
 from gradveil.engines.in_process import InProcess
-from gradveil.engines.training import Training
+from gradveil.engines.training import Row, Training
 from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError
 from gradveil.federated.flat import FlatModel
-from gradveil.federated.server import Engine, last_rounds
+from gradveil.federated.server import Engine, Round, last_rounds, learning_rate
 from gradveil.models.base import Normalisation, parse_normalisation
 from gradveil.storage import PrivateFolder
+from gradveil.threat.tap import Tap
 
 
 class Simulation(Training):
@@ -63,6 +64,7 @@ class Simulation(Training):
         live = defence is not None or network is not None
         if live and workers:
             raise ConfigError(f"workers must be 0 when a defence or network object is given, got {workers}.")
+        self._tap: Tap | None = None
         defence = defence or build_defence(settings.defence)
         check_choices(settings, defence)
         device = usable_device(settings.device)
@@ -96,6 +98,23 @@ class Simulation(Training):
             return
         for client, last in sorted(last_rounds(self.settings, self.defence, self.sizes, done).items()):
             PrivateFolder(self._clients / str(client) / "private").require_state(last)
+
+    def attach(self, tap: Tap) -> None:
+        """Let a tap record its rounds, which must be among the ``save_rounds`` of a training with ``workers=0``."""
+        if not isinstance(self.engine, InProcess):
+            raise ConfigError(f"workers must be 0 to tap a training, got {self.num_workers}.")
+        missing = sorted(set(tap.clients) - set(self.settings.save_rounds))
+        if missing:
+            raise ConfigError(f"save_rounds must name every tapped round, got none of: {', '.join(map(str, missing))}.")
+        self.engine.attach(tap)
+        self._tap = tap
+
+    def step(self, number: int) -> tuple[Row, Round]:
+        """Play one round, move the global model and evaluate it; record the round if it is tapped."""
+        row, played = super().step(number)
+        if self._tap is not None:
+            self._tap.arrived(played, self.net.module, learning_rate(self.settings, number))
+        return row, played
 
     def __enter__(self) -> "Simulation":
         return self

@@ -169,8 +169,8 @@ def train_locally(
     _set_mode(net.module, how)
     velocity: Tensor | None = None
     num_examples = 0
-    for batch in _batches(client.data, how, order):
-        batch = defence.on_batch(batch, client)
+    for positions in batch_positions(len(client.data), how, order):
+        batch = defence.on_batch(client.data[positions], client)
         if watch is not None:
             watch(batch)
         net.gradients.zero_()
@@ -196,16 +196,21 @@ def _step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, how: Local
     return velocity
 
 
-def _batches(data: Batch, how: LocalSettings, order: torch.Generator) -> Iterator[Batch]:
-    """Yield the batches of a round, shuffled anew in each epoch; the last batch of an epoch may be smaller."""
-    size = how.batch_size or len(data)
+def batch_positions(num_images: int, how: LocalSettings, order: torch.Generator) -> Iterator[Tensor]:
+    """Yield the positions of each batch of a round, shuffled anew in each epoch; an epoch's last may be smaller.
+
+    Example:
+        >>> [len(batch) for batch in batch_positions(5, LocalSettings(batch_size=2), torch.Generator())]
+        [2, 2, 1]
+    """
+    size = how.batch_size or num_images
     if how.algorithm == "fedsgd":
-        yield data[torch.randperm(len(data), generator=order)[:size]]
+        yield torch.randperm(num_images, generator=order)[:size]
         return
     for _ in range(how.epochs):
-        indices = torch.randperm(len(data), generator=order)
-        for start in range(0, len(data), size):
-            yield data[indices[start : start + size]]
+        indices = torch.randperm(num_images, generator=order)
+        for start in range(0, num_images, size):
+            yield indices[start : start + size]
 
 
 def _set_mode(module: nn.Module, how: LocalSettings) -> None:

@@ -1,8 +1,10 @@
 """How clients train between receiving the model and sending their update."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradveil.defences.parts.accounting import Releases
+from gradveil.errors import ConfigError
 from gradveil.validate import in_range, one_of
 
 
@@ -89,22 +91,63 @@ ONE_GRADIENT = LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freez
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the clients of a federation train, and which of their rounds are looked at.
+    """How the clients of a federation make their updates, and what of them a server sees.
 
     Attributes:
         local: how a client trains in one round; by default it sends one gradient of all its images.
         lr: the clients' learning rate.
         first_round: number of the first round, from 1, for defences that change over time.
-        rounds: number of rounds, from the first on. The server broadcasts the same weights in each of them, while
-            clients draw new random numbers and keep their state: many encodings of the same images.
+        rounds: number of rounds, from the first on. For `observe`, which broadcasts the same weights in each of them,
+            while clients draw new random numbers and keep their state: many encodings of the same images.
+        images: images per client; 0 means as many as it was dealt.
+        aggregation: ``none``, if the server sees each client's update; ``secure``, if it sees only sums, is not
+            simulated yet.
+        taps: rounds of a training in which the server's view is kept.
     """
 
     local: LocalSettings = ONE_GRADIENT
     lr: float = 1.0
     first_round: int = 1
     rounds: int = 1
+    images: int = 0
+    aggregation: str = "none"
+    taps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         in_range("lr", self.lr, 0, open_low=True)
         in_range("first_round", self.first_round, 1)
         in_range("rounds", self.rounds, 1)
+        in_range("images", self.images, 0)
+        check_aggregation(self.aggregation)
+        check_taps(self.taps, self.first_round + self.rounds - 1)
+
+
+def check_aggregation(aggregation: str) -> None:
+    """Raise ConfigError unless this way to collect updates is known and can be simulated."""
+    one_of("aggregation", aggregation, ["none", "secure"])
+    if aggregation == "secure":
+        raise ConfigError(
+            "aggregation must be none for now, got 'secure': sums of several clients can't be simulated yet. "
+            "Drop --aggregation."
+        )
+
+
+def check_taps(taps: Sequence[int], rounds: int) -> None:
+    """Raise ConfigError if a tapped round does not exist or is named twice."""
+    for tap in taps:
+        if not 1 <= tap <= rounds:
+            raise ConfigError(
+                f"tap must name rounds of the training (1 to {rounds:,}), got {tap}. Lower --tap, or raise --rounds."
+            )
+    if len(set(taps)) < len(taps):
+        raise ConfigError(f"tap must name each round once, got {'/'.join(map(str, taps))}. Drop the repeated rounds.")
+
+
+def default_taps(rounds: int) -> tuple[int, ...]:
+    """Return the first, the middle and the last round.
+
+    Example:
+        >>> default_taps(20), default_taps(2), default_taps(1)
+        ((1, 10, 20), (1, 2), (1,))
+    """
+    return tuple(sorted({1, max(1, rounds // 2), rounds}))

@@ -169,6 +169,7 @@ class Round:
         recovered: the same updates after ``on_server``, as they were aggregated.
         model: the model after aggregation.
         reports: the mean of each number that hooks recorded, over the clients that recorded it.
+        public: what the server broadcast beside the model.
     """
 
     number: int
@@ -178,6 +179,7 @@ class Round:
     recovered: Mapping[int, Update]
     model: dict[str, Tensor]
     reports: Mapping[str, float] = field(default_factory=dict)
+    public: Tensors = field(default_factory=dict)
 
 
 def play_round(
@@ -231,4 +233,4 @@ def play_round(
 
     # Step 4: the sum of the weighted updates moves the global model.
     means = mean_over_clients(reports)
-    return Round(number, (*early, *others), model, sent, kept, aggregate.apply(model), means)
+    return Round(number, (*early, *others), model, sent, kept, aggregate.apply(model), means, public)

@@ -33,8 +33,8 @@ from gradveil.report.pictures import strip_png
 from gradveil.runs.update_spec import UpdateSpec
 from gradveil.storage import load_tensors, read_metadata, to_safetensors, write_atomic
 from gradveil.threat import Known, Observation, Reconstruction
-from gradveil.threat.observe import hold_private
 from gradveil.threat.received import received
+from gradveil.threat.seen import hold_private
 from gradveil.types import Batch
 from gradveil.validate import in_range, is_file
 

@@ -4,20 +4,18 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from gradveil.defences.base import Defence, Server
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.federated.client import Broadcast, Device, Streams, play_client
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import Protocol
-from gradveil.networks.watch import LayerCall, watch
 from gradveil.randomness import global_stream, stream
 from gradveil.threat.knowledge import Knowledge, PublicKnowledge, ThreatModel
-from gradveil.threat.model import Lock, Observation
-from gradveil.types import Batch, Tensors, Update
+from gradveil.threat.model import Observation
+from gradveil.threat.seen import Seen, assembled, hold_private, joined
+from gradveil.types import Batch
 
 
 @dataclass(frozen=True)
@@ -90,30 +88,16 @@ def observe(
     played = [one for number, batch in numbered for one in _play(world, server, number, batch, protocol.rounds)]
 
     # Step 3: the attacker gets the updates, and the facts that the threat model grants.
-    channels, height, width = private[0].images.shape[1:]
-    facts = _own_facts(world, private, played) | _public_facts(public or PublicKnowledge())
-    facts |= _shown_facts(world, server, private, played, threat)
-    return Observation(
-        network=server.model.eval(),
-        updates=_stack([one.update.tensors for one in played]),
-        buffers=_stack([one.update.buffers for one in played]),
-        shape=(channels, height, width),
-        num_classes=num_classes,
-        single_step=_is_single(world, private),
+    return assembled(
+        server,
+        played,
+        defence=defence,
+        protocol=protocol,
         threat=threat,
-        public=server.public,
-        rounds=protocol.rounds,
-        _facts={knowledge: fact for knowledge, fact in facts.items() if knowledge in threat.knows},
-        _step_size=protocol.lr,
-        _num_images=len(private[0]),
+        num_classes=num_classes,
+        public=public,
+        looks=protocol.rounds,
     )
-
-
-def hold_private(network: nn.Module, defence: Defence) -> None:
-    """Freeze the server's stand-ins for private parameters: no client sends their gradient."""
-    for name, parameter in network.named_parameters():
-        if defence.private(name):
-            parameter.requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -124,25 +108,6 @@ class _World:
     defence: Defence
     protocol: Protocol
     federation: Federation
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """One client's round.
-
-    Attributes:
-        update: what it sent, after the server's hook.
-        before: the private tensors of its model before training.
-        after: the same after training.
-        state: the rest of its private state after the round.
-        encodings: the images that its network saw.
-    """
-
-    update: Update
-    before: dict[str, Tensor]
-    after: dict[str, Tensor]
-    state: dict[str, Tensor]
-    encodings: Batch
 
 
 def _check_batches(private: Sequence[Batch], protocol: Protocol) -> None:
@@ -191,10 +156,10 @@ def _numbers(world: _World, num_private: int) -> tuple[list[tuple[int, Batch]], 
     return list(zip(guards, batches, strict=True)), others[first:]
 
 
-def _play(world: _World, server: Server, number: int, batch: Batch, rounds: int) -> list[_Seen]:
+def _play(world: _World, server: Server, number: int, batch: Batch, rounds: int) -> list[Seen]:
     """Play one client's rounds, with its own random draws."""
     defence, protocol, seed = world.defence, world.protocol, world.federation.seed
-    device, seen = Device(batch, number, aux=world.federation.aux), list[_Seen]()
+    device, seen = Device(batch, number, aux=world.federation.aux), list[Seen]()
     with global_stream(seed, "observe", "client", number):
         module = defence.on_model(copy.deepcopy(world.network), stream(seed, "observe", "on_model", number))
         net = FlatModel(module, defence.private)
@@ -205,101 +170,5 @@ def _play(world: _World, server: Server, number: int, batch: Batch, rounds: int)
             played = play_client(net, device, broadcast, defence, protocol.local, streams, watch=shown.append)
             device = replace(device, data=played.data, prepared=True)
             arrived = defence.on_server(played.update, replace(server, round=round_number))
-            seen.append(_Seen(arrived, played.before, played.after, dict(device.state), _joined(shown)))
+            seen.append(Seen(number, batch, arrived, played.before, played.after, dict(device.state), joined(shown)))
     return seen
-
-
-def _is_single(world: _World, private: Sequence[Batch]) -> bool:
-    return world.protocol.local.num_steps(len(private[0])) == 1
-
-
-def _own_facts(world: _World, private: Sequence[Batch], played: Sequence[_Seen]) -> dict[Knowledge, object]:
-    """Return the facts about the clients' data, training and private tensors."""
-    size = world.protocol.local.images_per_update(len(private[0]))
-    return {
-        Knowledge.LABELS: _granted_labels(private, played, size),
-        Knowledge.NUM_EXAMPLES: size,
-        Knowledge.LOCAL_STEPS: world.protocol.local,
-        Knowledge.DEFENCE: world.defence,
-        Knowledge.PRIVATE_STATE: [{**one.before, **one.state} for one in played],
-        Knowledge.KEY: [{name: t for name, t in one.before.items() if _is_key(name)} for one in played],
-        Knowledge.LOCK: [_lock(one) for one in played],
-    }
-
-
-def _public_facts(public: PublicKnowledge) -> dict[Knowledge, object]:
-    return {Knowledge.PUBLIC_DATA: public.public_data, Knowledge.CLASS_AVERAGES: public.class_averages}
-
-
-def _shown_facts(
-    world: _World, server: Server, private: Sequence[Batch], played: Sequence[_Seen], threat: ThreatModel
-) -> dict[Knowledge, object]:
-    """Return the facts about the images that the networks saw; only granted ones, as they take time to compute."""
-    facts: dict[Knowledge, object] = {}
-    single = _is_single(world, private)
-    if Knowledge.BATCH_STATISTICS in threat.knows:
-        whole = [batch for batch in private for _ in range(world.protocol.rounds)]
-        shown = [one.encodings for one in played] if single else whole
-        facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(server.model, shown, [one.before for one in played])
-    if Knowledge.ENCODINGS in threat.knows and single:
-        facts[Knowledge.ENCODINGS] = _joined([one.encodings for one in played])
-    return facts
-
-
-def _is_key(name: str) -> bool:
-    return name.rpartition(".")[2] == "key"
-
-
-def _lock(one: _Seen) -> Lock:
-    before = {name: tensor for name, tensor in one.before.items() if not _is_key(name)}
-    return Lock(before, {name: one.after[name] - tensor for name, tensor in before.items()})
-
-
-def _joined(batches: Sequence[Batch]) -> Batch:
-    """Return a copy of all batches as one; its labels are soft if those of any batch are."""
-    soft = max(batch.labels.dim() for batch in batches) == 2
-    labels = [batch.labels for batch in batches if not soft or batch.labels.dim() == 2]
-    images, sensitive = ([getattr(batch, name) for batch in batches] for name in ("images", "sensitive"))
-    return Batch(torch.cat(images).detach(), torch.cat(labels).detach(), torch.cat(sensitive))
-
-
-def _stack(parts: Sequence[Tensors]) -> dict[str, Tensor]:
-    return {name: torch.stack([part[name].detach() for part in parts]) for name in parts[0]}
-
-
-def _granted_labels(private: Sequence[Batch], played: Sequence[_Seen], size: int) -> Tensor | None:
-    """Return sorted class labels (T, B), soft ones (T, B, classes) of mixtures, or None if private labels are soft."""
-    if private[0].labels.dim() != 1:
-        return None
-    shown = [one.encodings.labels for one in played]
-    if all(labels.dim() == 2 and len(labels) == size for labels in shown):
-        return torch.stack(shown)
-    if size < len(private[0]):
-        return torch.stack([labels.sort().values for labels in shown])
-    rounds = len(played) // len(private)
-    return torch.stack([batch.labels.sort().values for batch in private]).repeat_interleave(rounds, 0)
-
-
-def _batch_statistics(
-    network: nn.Module, private: Sequence[Batch], secrets: Sequence[Tensors]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return mean and variance (T, channels) of each client's batch at the input of each BatchNorm, by its name.
-
-    The network is in evaluation mode, with each client's own private tensors.
-    """
-    model = copy.deepcopy(network).eval()
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def measure(call: LayerCall) -> None:
-        rest = [axis for axis in range(call.inputs[0].dim()) if axis != 1]
-        variance, mean = torch.var_mean(call.inputs[0], rest, correction=0)
-        found.setdefault(call.name, []).append((mean, variance))
-
-    norms = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
-    with watch(model, norms, before=measure), torch.no_grad():
-        for batch, own in zip(private, secrets, strict=True):
-            torch.func.functional_call(model, dict(own), (batch.images,))
-    return {
-        name: (torch.stack([mean for mean, _ in pairs]), torch.stack([variance for _, variance in pairs]))
-        for name, pairs in found.items()
-    }
