@@ -129,6 +129,8 @@ def test_nesterov_needs_momentum():
         ({"clients": True}, "Setting clients of train must be of type int, got True."),
         ({"lr": "fast"}, "Setting lr of train must be of type float, got 'fast'."),
         ({"lr": 10**400}, "Setting lr of train must be of type float, got 1000"),
+        ({"clients": 0}, "clients must be at least 1, got 0. Change --clients."),
+        ({"lr_decay": 2.0}, "lr_decay must be in (0, 1], got 2.0. Change --lr-decay."),
         ({"lr": "1e999"}, "lr must be"),
         ({"lr": "nan"}, "lr must be"),
         ({"dataset": 5}, "Setting dataset of train must be of type str, got 5."),

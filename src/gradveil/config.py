@@ -1,11 +1,12 @@
 """Settings of a training as a frozen dataclass, checked when it is built, and settings as TOML."""
 
 import dataclasses
+import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tomli_w
 
@@ -16,6 +17,7 @@ from gradveil.validate import in_range, one_of
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+T = TypeVar("T")
 LARGEST = 1e38
 """Largest rate and penalty: far beyond any sensible value, and just within float32."""
 
@@ -23,6 +25,27 @@ LARGEST = 1e38
 def setting(default: Any, text: str) -> Any:  # noqa: ANN401 - stands for a value of the field's own type
     """Return a dataclass field with the help text that the command line shows."""
     return field(default=default, metadata={"help": text})
+
+
+def names_options(check: Callable[[T], None]) -> Callable[[T], None]:
+    """Let a check of settings name the option to change in the error for a value out of its range.
+
+    Example:
+        >>> TrainSettings(clients=0)
+        Traceback (most recent call last):
+        gradveil.errors.ConfigError: clients must be at least 1, got 0. Change --clients.
+    """
+
+    @functools.wraps(check)
+    def checked(settings: T) -> None:
+        try:
+            check(settings)
+        except ConfigError as error:
+            if not error.setting:
+                raise
+            raise ConfigError(f"{error} Change --{error.setting.replace('_', '-')}.") from None
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,7 @@ class TrainSettings:
     seed: int = setting(0, "Every random draw comes from this seed.")
     device: str = setting("cpu", "cpu, cuda or cuda:1.")
 
+    @names_options
     def __post_init__(self) -> None:
         in_range("clients", self.clients, 1)
         for client in self.defended:

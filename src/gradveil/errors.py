@@ -28,7 +28,13 @@ class GradveilError(Exception):
 
 
 class ConfigError(GradveilError):
-    """A setting breaks its rule."""
+    """A setting breaks its rule.
+
+    Attributes:
+        setting: the name of a setting that is out of its range, "" for other errors.
+    """
+
+    setting: str = ""
 
 
 class UnknownNameError(ConfigError):

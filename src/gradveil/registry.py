@@ -152,7 +152,12 @@ def build(base: type[C], spec: str) -> C:
     cls = load_own(name) if is_own(name) else find(base.kind, name)
     if not (inspect.isclass(cls) and issubclass(cls, base)):
         raise ConfigError(f"{name!r} must be a subclass of gradveil's {base.__name__} to serve as {kind}, got {cls!r}.")
-    return cls(**convert(cls, settings, owner=f"{kind} {name!r}"))
+    try:
+        return cls(**convert(cls, settings, owner=f"{kind} {name!r}"))
+    except ConfigError as error:
+        if not error.setting:
+            raise
+        raise ConfigError(f"{error} Set {name}:{error.setting}=...") from None
 
 
 def spec_of(component: Component) -> str:

@@ -248,11 +248,12 @@ _COSTS = ("utility", "costs", "price")
 
 COLUMNS = (
     Column("kind", "text", "Kind", "What the row is about", tables=(*KINDS, "round")),
-    Column("defence", "text", "Defence", tables=(*KINDS, "summary", "costs", "members")),
-    Column("attack", "text", "Attack", tables=(*_PRIVACY, *_MEMBERS)),
-    Column("adaptive", "flag", "Attacker", "adaptive knows the defence, plain does not", "attacker", tables=_PRIVACY),
+    Column("defence", "text", "Defence", tables=(*KINDS, "summary", "costs", "members", "attack")),
+    Column("attack", "text", "Attack", tables=(*_PRIVACY, *_MEMBERS, "attack")),
+    Column("adaptive", "flag", "Attacker", "adaptive knows the defence, plain does not", "attacker",
+           tables=(*_PRIVACY, "attack")),
     Column("adaptive", "flag", "Attacker", shown=False, tables=("members",)),
-    Column("seed", "index", "Seed", "Seed of everything random", "0", tables=KINDS),
+    Column("seed", "index", "Seed", "Seed of everything random", "0", tables=(*KINDS, "attack")),
     Column("target", "index", "Target", "Number of the attacked update", "0", tables=("privacy", "attack")),
     Column("round", "index", "Round", "", "0", tables=("membership", "round")),
     Column("client", "index", "Client", "Number of the client", "0", tables=("membership", "client")),

@@ -41,7 +41,9 @@ def in_range(
         rule = f"{'less than' if open_high else 'at most'} {high:g}"
     else:
         rule = f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-    raise ConfigError(f"{name} must be {rule}, got {value}.")
+    error = ConfigError(f"{name} must be {rule}, got {value}.")
+    error.setting = name
+    raise error
 
 
 def one_of(name: str, value: str, choices: Iterable[str]) -> None:

@@ -43,6 +43,11 @@ def test_an_audit_refuses_targets_that_the_generator_has_seen(gradveil, tmp_path
             assert len([row for row in rows if row.get("psnr") is not None]) == 2
 
 
+def test_the_help_shows_no_default_data_set(gradveil):
+    """It has none: without --dataset the command is refused."""
+    assert "mnist-5k" not in gradveil("train-generator", "--help").out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

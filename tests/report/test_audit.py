@@ -112,6 +112,14 @@ def test_all_files_are_written(folder, monkeypatch):
     assert lines[2]["knows"] == "labels+num-examples+defence"
 
 
+def test_long_names_leave_room_for_the_pictures(tmp_path, monkeypatch):
+    """matplotlib would warn, which is an error here, that it can't lay out the figure."""
+    monkeypatch.setattr(audit, "draw_figures", draw_figures)
+    folder = Made(attacks=("folder/" * 40 + "mine.py:Mine:iterations=1000",)).write(tmp_path / "run")
+    write_report(folder)
+    assert (folder / "figures" / "gallery.png").exists()
+
+
 def test_the_same_folder_gives_the_same_page(folder):
     first = write_report(folder).read_bytes()
     assert write_report(folder).read_bytes() == first

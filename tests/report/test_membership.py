@@ -72,6 +72,11 @@ def test_the_figure_has_a_line_for_each_defence():
     assert roc.get_ydata() == pytest.approx([0.75 * rate for rate in FALSE_RATES[1:]])
 
 
+def test_long_names_are_shortened_in_the_figure():
+    rows = [row("+".join(["prune:fraction=0.123"] * 30), attack="folder/" * 40 + "mine.py:Mine")]
+    membership_figure(rows).canvas.draw()  # matplotlib warns, which is an error here, if the axes have no room
+
+
 @pytest.mark.parametrize("roc", [None, "text", [0.5], [None] * len(FALSE_RATES)])
 def test_invalid_curves_are_ignored(roc):
     assert row(roc=roc)["roc"] is None

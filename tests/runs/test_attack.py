@@ -10,13 +10,18 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from gradveil.attacks import build_attack
 from gradveil.data import load_dataset
-from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.federated.protocol import LocalSettings, Protocol
+from gradveil.metrics import schema_of
 from gradveil.models import create_model
 from gradveil.registry import convert
-from gradveil.runs.attack import attack_files, read_update
+from gradveil.runs.attack import Scoring, attack_files, read_update
 from gradveil.runs.update_spec import UpdateSpec, read_spec
+from gradveil.threat import ThreatModel
+from gradveil.threat.observe import observe
+from gradveil.types import Batch
 
 MODEL = "lenet-dlg:activation=sigmoid,init=uniform"
 SHAPE, CLASSES = (1, 8, 8), 4
@@ -135,7 +140,7 @@ def test_a_real_digit_is_recovered_from_its_gradient(tmp_path):
         spec,
         "idlg:iterations=60,restarts=2",
         tmp_path / "out",
-        truth=tmp_path / "truth.npz",
+        scoring=Scoring(tmp_path / "truth.npz"),
     )
     assert row["labels"] == [label]
     assert row["psnr"] > 30
@@ -173,7 +178,9 @@ def test_without_the_truth_there_are_no_scores_and_the_table_says_so(gradveil, f
 
 def test_an_update_without_information_gives_no_guess(files):
     save_file({name: torch.zeros_like(g) for name, g in files.gradients[1].items()}, files.updates[1])
-    one, two = attack_files(files.model, files.updates, read_spec(files.spec()), QUICK, files.out, truth=files.truth)
+    one, two = attack_files(
+        files.model, files.updates, read_spec(files.spec()), QUICK, files.out, scoring=Scoring(files.truth)
+    )
     assert one["psnr"] is not None
     assert (two["psnr"], two["attacker_loss"], two["converged"]) == (None, None, False)
     assert two["why"].startswith("gradient is zero: nothing to match; no guess for 1 of 1 images")
@@ -189,7 +196,9 @@ def test_a_batch_is_matched_to_the_truth_before_it_is_scored(files):
     for number, order in enumerate(([0, 1], [1, 0])):
         np.savez(files.truth, images=images[order].numpy())  # (B, C, H, W) of a single target
         out = files.folder / f"out-{number}"
-        (row,) = attack_files(files.model, files.updates[:1], spec, "idlg:iterations=100", out, truth=files.truth)
+        (row,) = attack_files(
+            files.model, files.updates[:1], spec, "idlg:iterations=100", out, scoring=Scoring(files.truth)
+        )
         assert row["knows"] == ["labels", "num-examples"]
         scores.append(row["psnr"])
     assert scores[0] == pytest.approx(scores[1])
@@ -202,7 +211,7 @@ def test_true_images_as_bytes_or_floats_give_equal_scores(files):
     for number, images in enumerate((dark.numpy(), dark[:, 0].double().numpy() / 255)):
         np.savez(files.truth, images=images)
         out = files.folder / f"out-{number}"
-        rows.append(attack_files(files.model, files.updates, spec, QUICK, out, truth=files.truth)[1])
+        rows.append(attack_files(files.model, files.updates, spec, QUICK, out, scoring=Scoring(files.truth))[1])
     assert rows[0]["psnr"] == pytest.approx(rows[1]["psnr"])
 
 
@@ -265,6 +274,51 @@ def test_normalisation_and_an_own_model_come_from_the_specification(files):
     found = load_file(files.out / "reconstruction.safetensors")["images"]
     assert row["converged"]
     torch.testing.assert_close(found[0], files.images[0], atol=0.05, rtol=0)
+
+
+def test_metrics_can_be_chosen_and_be_your_own(gradveil, files):
+    own = files.folder / "mine.py"
+    own.write_text(
+        "from dataclasses import dataclass\n"
+        "from gradveil.metrics import Metric\n"
+        "@dataclass(frozen=True)\n"
+        "class Brightness(Metric):\n"
+        '    """Difference of the mean brightness."""\n'
+        "    higher_is_leakier = False\n"
+        "    def measure(self, truth, guess):\n"
+        "        return (truth - guess).mean((1, 2, 3)).abs()\n"
+    )
+    more = ("--truth", files.truth, "--metrics", f"psnr,rmse,{own}:Brightness")
+    code, out, err = gradveil(*files.arguments(*more, attack=QUICK))
+    assert code == 0, err
+    assert "rmse" in out
+    row = json.loads((files.out / "rows.jsonl").read_text().splitlines()[0])
+    found = load_file(files.out / "reconstruction.safetensors")["images"]
+    assert row["brightness"] == pytest.approx(float((found[0] - files.images[0]).mean().abs()), abs=1e-5)
+    assert row["psnr"] == pytest.approx(-20 * np.log10(row["rmse"]), abs=1e-3)
+    assert row["ssim"] is None  # not asked for
+    assert tomllib.loads((files.out / "settings.toml").read_text())["metrics"] == ["psnr", "rmse", f"{own}:Brightness"]
+
+
+def test_rows_have_the_columns_of_the_schema(files):
+    (row, _) = attack_files(files.model, files.updates, read_spec(files.spec()), QUICK, files.out)
+    assert list(row) == schema_of().keys("attack")
+
+
+def test_several_local_steps_need_their_settings(files):
+    """Matching attacks replay local training; the error comes from the attack, before it starts."""
+    threat = ThreatModel.of("labels", "num-examples")
+    images, labels = files.images[:, 0], torch.tensor(LABELS)
+    protocol = Protocol(LocalSettings(epochs=2, batch_size=1), 0.1)
+    seen = observe(
+        files.net,
+        [Batch(images, labels, torch.ones(2, dtype=torch.bool))],
+        threat=threat,
+        num_classes=CLASSES,
+        protocol=protocol,
+    )
+    with pytest.raises(ThreatModelError, match="needs local-steps; add --knows labels,local-steps,num-examples"):
+        build_attack(QUICK)(seen, torch.Generator())
 
 
 # --- refused inputs ---------------------------------------------------------------------------------------------------

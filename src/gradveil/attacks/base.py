@@ -22,10 +22,18 @@ class AnyAttack(Component, ABC):
 
     Attributes:
         needs: knowledge without which the attack cannot run.
+        replays: whether the attack simulates the client's local training, so that it also needs to know the settings
+            of several local steps.
     """
 
     kind: ClassVar[str] = "attacks"
     needs: ClassVar[frozenset[Knowledge]] = frozenset()
+    replays: ClassVar[bool] = False
+
+    def needs_for(self, *, single_step: bool) -> frozenset[Knowledge]:
+        """Return the knowledge that the attack needs for updates of a single local step, or of several."""
+        several = self.replays and not single_step
+        return self.needs | {Knowledge.LOCAL_STEPS} if several else self.needs
 
     @property
     def adapts(self) -> bool:
@@ -99,7 +107,8 @@ class Attack(AnyAttack):
         If several rounds of a client were seen and no decoder combined them, the guess with the least loss is kept.
         """
         if self.missing(seen):
-            raise ThreatModelError(needs_message(self.name, self.needs, seen.threat.knows))
+            needs = self.needs_for(single_step=seen.single_step)
+            raise ThreatModelError(needs_message(self.name, needs, seen.threat.knows))
         stages = self.decoders(seen)
         result = decoded(self._guarded(seen, rng), stages, seen, rng)
         result = with_untried(result, self._stage_options(seen), stages, seen)
@@ -128,7 +137,7 @@ class Attack(AnyAttack):
 
     def missing(self, seen: Observation) -> list[str]:
         """Return the names of what the attack needs and the threat model does not grant."""
-        return sorted(knowledge.value for knowledge in self.needs - seen.threat.knows)
+        return sorted(knowledge.value for knowledge in self.needs_for(single_step=seen.single_step) - seen.threat.knows)
 
     def decoders(self, seen: Observation) -> Sequence[Stage]:
         """Return the stages that decode the guesses: those of a known defence's countermove, or none.

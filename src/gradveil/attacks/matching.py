@@ -56,6 +56,7 @@ class Matching(Attack):
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
+    replays: ClassVar[bool] = True
 
     iterations: int = 1000
     restarts: int = 1

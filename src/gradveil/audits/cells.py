@@ -62,10 +62,10 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     training = settings.training("none", settings.seed)
     for spec in settings.attacks:
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
-        needs = build_any_attack(spec).needs
+        several = settings.update == "local" and local_settings(training).num_steps(settings.images) > 1
+        needs = build_any_attack(spec).needs_for(single_step=not several)
         if not needs <= granted:
             raise ConfigError(needs_message(spec, needs, granted))
-        several = settings.update == "local" and local_settings(training).num_steps(settings.images) > 1
         if several and Knowledge.ENCODINGS in build_any_attack(spec).needs:
             raise ConfigError(
                 f"Attack {spec!r} needs updates of a single step, got several local steps. Use --update gradient."

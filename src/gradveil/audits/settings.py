@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from gradveil.attacks import MembershipAttack, build_any_attack
-from gradveil.config import TrainSettings, absolute_dataset, absolute_path, absolute_spec, setting
+from gradveil.config import TrainSettings, absolute_dataset, absolute_path, absolute_spec, names_options, setting
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
 from gradveil.metrics import build_metric, schema_of
@@ -62,6 +62,7 @@ class AuditSettings:
     batch_norm: str = setting("average", "Running statistics: average (sent and averaged), local (kept), or freeze.")
     device: str = setting("cpu", "cpu, cuda or cuda:1.")
 
+    @names_options
     def __post_init__(self) -> None:
         for kind, specs in (("defences", self.defences), ("attacks", self.attacks), ("metrics", self.metrics)):
             if not specs:

@@ -11,6 +11,9 @@ from gradveil.cli.display import Json, bar, figure, print_json, show
 from gradveil.cli.options import Device, Seed
 from gradveil.progress import listening
 
+STANDARD = "mse,psnr,ssim,lpips"
+"""The metrics of rows, unless others are chosen."""
+
 
 def attack_command(  # noqa: PLR0913 - its arguments are the options of the command
     model_file: Annotated[Path, typer.Option(help="The weights that the server broadcast (safetensors).")],
@@ -23,12 +26,17 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
     seed: Seed = 0,
     device: Device = "cpu",
     truth: Annotated[Path | None, typer.Option(help="The private images (.npz with `images`), for scores.")] = None,
+    metrics: Annotated[
+        str, typer.Option(help="Metrics, a list (gradveil list metrics), or your own file.py:Class.")
+    ] = STANDARD,
     as_json: Json = False,
 ) -> None:
     """Rebuild private images from updates that any framework saved; write pictures and rows to the folder OUT."""
     from rich.table import Table
 
-    from gradveil.runs.attack import attack_files
+    from gradveil.metrics.columns import build_metric, metric_column
+    from gradveil.registry import split_specs
+    from gradveil.runs.attack import Scoring, attack_files
     from gradveil.runs.update_spec import read_spec
 
     doing = f"attacking {len(update)} update{'s' * (len(update) > 1)} with {attack}"
@@ -38,19 +46,23 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
         contextlib.redirect_stdout(sys.stderr),
     ):
         move(0, 1, doing)
-        rows = attack_files(model_file, update, read_spec(spec), attack, out, seed=seed, device=device, truth=truth)
+        scoring = Scoring(truth, tuple(split_specs(metrics)))
+        rows = attack_files(model_file, update, read_spec(spec), attack, out, seed=seed, device=device, scoring=scoring)
     if as_json:
         print_json({"out": str(out), "rows": rows})
         return
     labels = "known labels" if "labels" in rows[0]["knows"] else "guessed labels"
-    table = Table("target", labels, "attacker's loss", "converged", "psnr", "why", title=attack, title_justify="left")
+    chosen = [metric_column(build_metric(name)) for name in scoring.metrics] if metrics != STANDARD else []
+    shown = [column.key for column in chosen] or ["psnr"]
+    heads = ("target", labels, "attacker's loss", "converged", *shown, "why")
+    table = Table(*heads, title=attack, title_justify="left")
     for row in rows:
         table.add_row(
             str(row["target"]),
             " ".join(map(str, row["labels"])),
             figure(row["attacker_loss"]),
             "yes" if row["converged"] else "attack did not converge",
-            figure(row["psnr"]),
+            *(figure(row[key]) for key in shown),
             row["why"],
         )
     show(table)

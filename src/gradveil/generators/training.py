@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradveil.config import setting, to_toml
+from gradveil.config import names_options, setting, to_toml
 from gradveil.data import Dataset, Split
 from gradveil.data.auxiliary import image_keys
 from gradveil.data.pixels import to_batch
@@ -28,7 +28,7 @@ from gradveil.validate import in_range, one_of
 class GeneratorSettings:
     """All settings that determine the weights of a trained generator."""
 
-    dataset: str = setting("mnist-5k", "Public images: a named set, a .npz file or a folder of pictures.")
+    dataset: str = setting("", "Public images, required: a named set, a .npz file or a folder of pictures.")
     split: str = setting("test", "Split to train on: test, or train; gradveil audit attacks training images.")
     generator: str = setting("dcgan", "Generator to train (gradveil list generators).")
     steps: int = setting(8000, "Training steps of the generator and of its critic.")
@@ -37,6 +37,7 @@ class GeneratorSettings:
     penalty: float = setting(1.0, "Weight of the penalty on the critic's squared gradient at real images.")
     seed: int = setting(0, "Every random draw comes from this seed.")
 
+    @names_options
     def __post_init__(self) -> None:
         one_of("split", self.split, ["test", "train"])
         build(Generator, self.generator)

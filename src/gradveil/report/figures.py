@@ -108,7 +108,7 @@ def _strongest(gallery: Gallery, summary: Sequence[Mapping[str, Any]], name: str
 
 def _title(line: Line) -> str:
     name = "undefended" if line.defence == "none" else _plain(shortened(line.defence, 30))
-    return f"{name}\n{_plain(line.attack.split(':')[0])}{', adaptive' if line.adaptive else ''}"
+    return f"{name}\n{_plain(shortened(line.attack.split(':')[0], 30))}{', adaptive' if line.adaptive else ''}"
 
 
 def _plain(text: str) -> str:

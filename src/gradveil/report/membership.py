@@ -13,6 +13,7 @@ from gradveil.metrics import schema_of
 from gradveil.metrics.roc import FALSE_RATES
 from gradveil.report.files import drawn
 from gradveil.report.markup import section, spec
+from gradveil.report.plane import shortened
 from gradveil.report.summary import membership
 from gradveil.report.tables import SPECS, page_columns, shown
 from gradveil.rows import Schema
@@ -71,7 +72,7 @@ def membership_figure(rows: Iterable[Mapping[str, Any]]) -> Figure:
     curves.plot([least, 1], [least, 1], color="black", lw=0.8, ls=":")
     areas.axhline(0.5, color="black", lw=0.8, ls=":")
     for (defence, attack), group in groups.items():
-        name = f"{defence}, {attack.partition(':')[0]}".replace("$", r"\$")
+        name = f"{shortened(defence, 34)}, {shortened(attack.partition(':')[0], 20)}".replace("$", r"\$")
         (line,) = areas.plot(*_means({row["round"]: [] for row in group}, group), "o-", ms=4, label=name)
         rocs = [row["roc"] for row in group if row["roc"]]
         if rocs:

@@ -35,7 +35,7 @@ ATTACKS: Mapping[str, str] = {
     "ggl": "ggl:iterations={short}",
 }
 """The attacks by name; {short} counts L-BFGS steps or CMA-ES generations, {long} all other steps."""
-MOST_PUBLIC_IMAGES = 2000
+MOST_PRIOR_IMAGES = 2000
 """At most this many test images serve as public data for attacks with a prior."""
 
 
@@ -89,7 +89,7 @@ def attacked(
 
 
 def _public(data: Dataset) -> Batch:
-    some = thinned(data.test, MOST_PUBLIC_IMAGES)
+    some = thinned(data.test, MOST_PRIOR_IMAGES)
     return to_batch(some.images, some.labels)
 
 

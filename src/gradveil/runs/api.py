@@ -16,7 +16,9 @@ from gradveil.audits.run import AuditResult
 from gradveil.audits.run import audit as run_audit
 from gradveil.audits.settings import AuditSettings, make_audit_settings
 from gradveil.config import TrainSettings, make_train_settings, with_absolute_paths
-from gradveil.runs.attack import attack_files
+from gradveil.metrics.columns import STANDARD
+from gradveil.registry import split_specs
+from gradveil.runs.attack import Scoring, attack_files
 from gradveil.runs.given import as_texts, fresh_folder, given_settings, usable_workers
 from gradveil.runs.results import AttackResult, ScoreResult
 from gradveil.runs.score import score as run_score
@@ -155,7 +157,7 @@ def train(
         )
 
 
-def attack(
+def attack(  # noqa: PLR0913 - its arguments are the options of the command
     *,
     model_file: str | Path,
     update: str | Path | Sequence[str | Path],
@@ -165,6 +167,7 @@ def attack(
     seed: int = 0,
     device: str = "cpu",
     truth: str | Path | None = None,
+    metrics: Any = STANDARD,  # noqa: ANN401 - a text, or texts and Metrics
 ) -> AttackResult:
     """Rebuild private images from updates that any framework saved, as ``gradveil attack`` does.
 
@@ -189,6 +192,7 @@ def attack(
         seed: every random draw comes from this seed.
         device: cpu, cuda or cuda:1.
         truth: an .npz file with the private ``images``, for scores; the attack never sees it.
+        metrics: the metrics of the scores, as a list or as text with commas.
 
     Raises:
         ConfigError: an argument is wrong; nothing was started.
@@ -199,9 +203,16 @@ def attack(
         known = spec if isinstance(spec, UpdateSpec) else read_spec(Path(spec))
     files = [update] if isinstance(update, (str, Path)) else list(update)
     folder = Path(out) if out is not None else fresh_folder("attack")
-    text = as_texts({"attack": attack})["attack"]
+    texts = as_texts({"attack": attack, "metrics": split_specs(metrics) if isinstance(metrics, str) else metrics})
     rows = attack_files(
-        Path(model_file), [*map(Path, files)], known, text, folder, seed=seed, device=device, truth=_path(truth)
+        Path(model_file),
+        [*map(Path, files)],
+        known,
+        texts["attack"],
+        folder,
+        seed=seed,
+        device=device,
+        scoring=Scoring(_path(truth), tuple(texts["metrics"])),
     )
     return AttackResult(folder, rows)
 

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from gradveil.engines.devices import defended
 from gradveil.engines.run_folder import RunFolder, to_lines
 from gradveil.engines.simulation import check_output, usable_device
 from gradveil.errors import ConfigError, DataError, RunFolderError, TrainingError
-from gradveil.metrics import align, score_targets
+from gradveil.metrics import align, schema_of, score_targets
 from gradveil.metrics.columns import STANDARD
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import parse_normalisation
 from gradveil.randomness import stream
 from gradveil.report.pictures import strip_png
+from gradveil.rows import Schema
 from gradveil.runs.update_spec import UpdateSpec
 from gradveil.storage import load_tensors, read_metadata, to_safetensors, write_atomic
 from gradveil.threat import Known, Observation, Reconstruction
@@ -38,7 +39,32 @@ from gradveil.threat.seen import hold_private
 from gradveil.types import Batch
 from gradveil.validate import in_range, is_file
 
+PUBLIC_IMAGES = 500
+"""An attack is given at most this many public images."""
 PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How guesses are scored.
+
+    Attributes:
+        truth: an .npz file with the private ``images``, or None for no scores; the attack never sees it.
+        metrics: the metrics to compute, by name or as ``file.py:Class``.
+    """
+
+    truth: Path | None = None
+    metrics: tuple[str, ...] = STANDARD
+
+    def __post_init__(self) -> None:
+        if not self.metrics:
+            raise ConfigError("metrics must name at least one, got an empty list. Add --metrics with a name.")
+        _ = self.schema  # raises if a metric is unknown, or if two have the same field
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of the rows, those of the metrics included."""
+        return schema_of(self.metrics)
 
 
 def attack_files(
@@ -50,7 +76,7 @@ def attack_files(
     *,
     seed: int = 0,
     device: str = "cpu",
-    truth: Path | None = None,
+    scoring: Scoring = Scoring(),
 ) -> list[dict[str, Any]]:
     """Attack all updates at once; save settings, rows, images and reconstruction in ``out``, and return the rows.
 
@@ -65,7 +91,7 @@ def attack_files(
         out: a folder that is new or empty.
         seed: seed of the attack's random draws.
         device: device on which the attack runs.
-        truth: an .npz file with the private ``images``, for scores; the attack never sees it.
+        scoring: the private images and the metrics, for scores.
     """
     in_range("seed", seed, 0, 2**63 - 1)
     spec = spec.resolved()
@@ -73,6 +99,7 @@ def attack_files(
     _check_new(out)
     seen = _observe(spec, model_file, updates, usable_device(device))
     _check_needs(chosen, seen)
+    truth = scoring.truth
     private = None if truth is None else _read_truth(truth, seen, spec.num_examples)
     settings = {
         "attack": chosen.spec,
@@ -81,6 +108,7 @@ def attack_files(
         "model_file": str(model_file.resolve()),
         "updates": [str(path.resolve()) for path in updates],
         "truth": "" if truth is None else str(truth.resolve()),
+        "metrics": list(scoring.metrics),
         "spec": {key: value for key, value in asdict(spec).items() if value is not None},
     }
     with RunFolder(out):
@@ -96,9 +124,10 @@ def attack_files(
             "attack": chosen.spec,
             "adaptive": bool(countermoves(seen)) and getattr(chosen, "adapt", "none") != "none",
             "seed": seed,
+            "seconds": round(share, 3),
         }
         rows = [
-            facts | _row(seen, result, target, private) | {"seconds": round(share, 3)}
+            scoring.schema.row("attack", facts | _found(seen, result, target, private, scoring))
             for target in range(seen.num_targets)
         ]
         pictures = {f"images/target-{target}.png": strip_png(guess) for target, guess in enumerate(result.images)}
@@ -163,16 +192,12 @@ def _other_defence(model_file: Path, given: str) -> str:
     return ""
 
 
-MOST_PUBLIC_IMAGES = 500
-"""An attack is given at most this many public images."""
-
-
 def _public(dataset: str, shape: tuple[int, int, int], device: torch.device) -> Batch:
     """Return the first test images of a data set."""
     there = load_dataset(dataset)
     if there.shape != shape:
         raise ConfigError(f"public_data must be images of shape {shape}, got {there.shape} in {dataset!r}.")
-    return to_batch(there.test.images[:MOST_PUBLIC_IMAGES], there.test.labels[:MOST_PUBLIC_IMAGES]).to(device)
+    return to_batch(there.test.images[:PUBLIC_IMAGES], there.test.labels[:PUBLIC_IMAGES]).to(device)
 
 
 def _check_new(out: Path) -> None:
@@ -183,7 +208,8 @@ def _check_new(out: Path) -> None:
 
 
 def _check_needs(attack: Attack, seen: Observation) -> None:
-    lacking = sorted(knowledge.value.replace("-", "_") for knowledge in attack.needs - seen.threat.knows)
+    needs = attack.needs_for(single_step=seen.single_step)
+    lacking = sorted(knowledge.value.replace("-", "_") for knowledge in needs - seen.threat.knows)
     if lacking:
         raise ConfigError(f"Attack {attack.name!r} needs {', '.join(lacking)}, got none. State it in the --spec file.")
 
@@ -243,15 +269,17 @@ def _read_truth(path: Path, seen: Observation, num_examples: int | None) -> Tens
     return images
 
 
-def _row(seen: Observation, result: Reconstruction, target: int, private: Tensor | None) -> dict[str, Any]:
-    """Return the row of one target."""
+def _found(
+    seen: Observation, result: Reconstruction, target: int, private: Tensor | None, scoring: Scoring
+) -> dict[str, Any]:
+    """Return what the attack found for one target, with scores if the truth is known."""
     reasons = [result.why[target]] if result.why else []
-    figures: dict[str, float | None] = dict.fromkeys(STANDARD)
+    figures: dict[str, float | None] = {column.key: None for column in scoring.schema.metrics}
     if private is None:
         reasons.append("no truth was given")
     else:
         guess = align(private[target], result.images[target].cpu())
-        measured, more = score_targets(private[None, target], guess[None])
+        measured, more = score_targets(private[None, target], guess[None], metrics=scoring.metrics)
         figures |= measured[0]
         reasons += more[0]
     return {
