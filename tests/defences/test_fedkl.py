@@ -77,13 +77,38 @@ class TestLockedBlock:
                 tile = gamma[:, i, j, None, None] * u[..., rows, columns] + beta[:, i, j, None, None]
                 assert torch.allclose(s[..., rows, columns], tile, atol=1e-6)
 
-    def test_the_default_key_has_1024_numbers_in_0_to_1_and_the_lock_pytorchs_first_values(self):
-        (lock,) = key_locks(locked("fedkl")).values()
+    def test_the_papers_key_has_1024_numbers_in_0_to_1_and_the_lock_pytorchs_first_values(self):
+        (lock,) = key_locks(locked("fedkl:scale=paper")).values()
         assert lock.key.shape == (1024,)
         assert 0 <= lock.key.min() < 0.02 < 0.98 < lock.key.max() < 1
         assert 0.031 < lock.weight.abs().max() <= 1 / math.sqrt(1024)
-        (wide,) = key_locks(locked("fedkl:init=uniform")).values()
+        (wide,) = key_locks(locked("fedkl:init=uniform,scale=paper")).values()
         assert 0.49 < wide.weight.abs().max() <= 0.5
+
+    @pytest.mark.parametrize("rest", ["", ",init=uniform", ",lock=common", ",grid=2"])
+    def test_both_scales_start_with_the_same_outputs(self, rest):
+        unit, paper = (next(iter(key_locks(locked(f"fedkl:scale={s}{rest}")).values())) for s in ("unit", "paper"))
+        assert torch.allclose(unit(), paper(), rtol=1e-4, atol=1e-5)
+        assert torch.allclose(unit.key * math.sqrt(1024 / 3), paper.key)
+
+    @pytest.mark.parametrize(
+        ("spec", "low", "high"),
+        [("length=1024", 1.9, 2.1), ("length=64", 1.5, 2.5), ("length=1024,scale=paper", 320, 370)],
+    )
+    def test_a_step_moves_scales_about_as_far_as_weights_and_the_papers_hundreds_of_times_as_far(self, spec, low, high):
+        (lock,) = key_locks(locked(f"fedkl:{spec}")).values()
+        before = lock()
+        slopes = torch.autograd.grad(before.sum(), [lock.weight, lock.bias])  # 1 for each scale and shift
+        with torch.no_grad():
+            for tensor, slope in zip((lock.weight, lock.bias), slopes, strict=True):
+                tensor -= 0.01 * slope
+            moved = (before - lock()) / 0.01
+        assert low < moved.min() <= moved.max() < high
+
+    def test_trains_at_the_learning_rate_of_fedavg(self):
+        run = {"model": "lenet5", "clients": 2, "rounds": 8, "partition": "iid:images=300", "batch_size": 16}
+        with Simulation(TrainSettings(defence="fedkl", eval_every=8, **run), workers=0) as simulation:
+            assert list(simulation.run())[-1]["accuracy"] > 0.6  # 0.79; 0.30 with scale=paper, 0.85 undefended
 
     @pytest.mark.parametrize("source", ["seed", "system"])
     def test_clients_differ_and_only_a_seed_repeats(self, source):
@@ -560,6 +585,7 @@ def test_a_saved_round_can_be_attacked_with_the_lock_searched(tmp_path):
         ("grid=0", "grid must be at least 1"),
         ("lock=none", "Unknown lock 'none'"),
         ("source=dice", "Unknown source 'dice'"),
+        ("scale=own", "Unknown scale 'own'"),
     ],
 )
 def test_bad_settings(setting, message):

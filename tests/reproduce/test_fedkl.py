@@ -47,8 +47,8 @@ def test_raw_lpips_is_of_pixels_from_0_to_255(real_data):
 def test_accuracy(tmp_path):
     rows, _ = smoke("1", tmp_path)
     assert [(row["training"], row["defence"]) for row in rows] == [
-        ("centralised", "none"), ("centralised", "fedkl:lock=common"),
-        ("federated", "none"), ("federated", "fedkl:lock=common"), ("federated", "fedkl"),
+        ("centralised", "none"), ("centralised", "fedkl:lock=common,scale=paper"),
+        ("federated", "none"), ("federated", "fedkl:lock=common,scale=paper"), ("federated", "fedkl:scale=paper"),
     ]  # fmt: skip
     assert [row["paper"] for row in rows] == [98.09, 98.07, 98.14, 97.45, None]
     assert all(10 < row["accuracy"] <= row["best_round"] <= 100 for row in rows if row["training"] == "centralised")
@@ -68,7 +68,7 @@ def test_keys(tmp_path):
         "client 0", "client 1", "client 2", "average", "another's key", "random key, own lock",
         "random key, server's first lock", "random",
     ]  # fmt: skip
-    assert [row["defence"] for row in rows[::8]] == ["fedkl:lock=common", "fedkl"]
+    assert [row["defence"] for row in rows[::8]] == ["fedkl:lock=common,scale=paper", "fedkl:scale=paper"]
     assert [row["paper"] for row in rows[::8]] == [97.88, None]
     assert rows[-1]["gap"] == rows[7]["gap"] == 0
     locks = 2 * 6 * 1025

@@ -27,8 +27,8 @@ from gradveil.reproduce.trainings import thinned, trained
 from gradveil.storage import PrivateFolder
 from gradveil.types import Tensors
 
-DEFENCE, OWN = "fedkl:lock=common", "fedkl"
-"""The paper's defence, whose server hands out the initial locks, and ours, whose clients draw their own."""
+DEFENCE, OWN = "fedkl:lock=common,scale=paper", "fedkl:scale=paper"
+"""The paper's defence, whose server hands out the initial locks, and a variant whose clients draw their own."""
 CLIENTS = 3
 
 

@@ -26,7 +26,7 @@ from gradveil.threat import PublicKnowledge, ThreatModel
 from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch, Tensors
 
-LOCKED, WIDE = "fedkl:lock=common", "fedkl:init=uniform,lock=common"
+LOCKED, WIDE = "fedkl:lock=common,scale=paper", "fedkl:init=uniform,lock=common,scale=paper"
 """The server hands out the initial lock, as in the paper; WIDE draws it within 0.5, as in the authors' attacks."""
 ATTACKS: Mapping[str, str] = {
     "dlg": "dlg:iterations={short}",
