@@ -58,7 +58,7 @@ def test_a_key_stands_in_a_table_once():
 def test_every_column_can_be_written_and_read(column):
     value = {"text": "a", "flag": True, "verdict": False, "texts": ["a", "b"], "numbers": [1.0], "mapping": {"A": 0.5},
              "number": 0.5, "index": 2}[column.type]  # fmt: skip
-    line = {"n": 3, "psnr_low": None, "psnr_high": None} | {column.key: value}
+    line = {"n": 3, "images": 3, "psnr_low": None, "psnr_high": None} | {column.key: value}
     assert column.text(line)
     assert column.text({column.key: None}) == ""
     assert column.head

@@ -8,7 +8,7 @@ pages and ``--json`` follow. The columns of metrics come from the metrics themse
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,8 +56,9 @@ class Column:
         """Return the field of a row or line as people read it, or "" if it has none.
 
         Formats of numbers: digits behind the point, ``%`` (a share), ``+%`` (a difference of shares), ``×`` (a
-        multiple), ``g`` (four significant digits), ``of n`` (a count among the line's n), ``interval`` (with the
-        PSNR's 95 % interval) and ``budget`` (an epsilon with its delta). ``short`` leaves out intervals and deltas.
+        multiple), ``g`` (four significant digits), ``of n`` or ``of images`` (a count among the line's n or
+        images), ``interval`` (with the PSNR's 95 % interval) and ``budget`` (an epsilon with its delta). ``short``
+        leaves out intervals and deltas.
 
         Example:
             >>> Column("accuracy", "number", "Accuracy", format="%").text({"accuracy": 0.9691})
@@ -79,8 +80,8 @@ class Column:
         return str(value) if self.type == "text" else self._figure(value, line, short)
 
     def _figure(self, value: float, line: Mapping[str, Any], short: bool) -> str:
-        if self.format == "of n":
-            return f"{value} of {line['n']}"
+        if self.format.startswith("of "):
+            return f"{value} of {line[self.format[3:]]}"
         if self.format == "interval":
             ends = "(1 seed)" if line["psnr_low"] is None else f"[{line['psnr_low']:.2f}, {line['psnr_high']:.2f}]"
             return f"{value:.2f}" if short else f"{value:.2f} {ends}"
@@ -138,9 +139,10 @@ class Schema:
     def with_metrics(self, metrics: Iterable[Column]) -> "Schema":
         """Return the schema with these metrics in place of its own."""
         new = tuple(metrics)
-        rest = [column for column in self.columns if column not in self.metrics]
+        old = {*self.metrics, *map(blind_column, self.metrics)}
+        rest = [column for column in self.columns if column not in old]
         place = [column.key for column in rest].index(BEHIND_METRICS)
-        return Schema((*rest[:place], *new, *rest[place:]), new)
+        return Schema((*rest[:place], *new, *map(blind_column, new), *rest[place:]), new)
 
     def row(self, table: str, values: Mapping[str, Any]) -> Row:
         """Return a row with its fields in order; fields that may be missing become None.
@@ -184,6 +186,20 @@ class Schema:
             return None
         row = {column.key: _READERS[column.type](raw.get(column.key)) for column in self.of(*KINDS)}
         return row | {"kind": raw.get("kind", "privacy")}
+
+
+def blind_column(metric: Column) -> Column:
+    """Return the column of a metric's value for the blind guess."""
+    return replace(
+        metric,
+        key=f"blind_{metric.key}",
+        head=f"Blind {metric.head}",
+        help=f"{metric.head} of a blind guess, made from public images without the update",
+        leakier=None,
+        tables=_PRIVACY,
+        shown=metric.key == "psnr",
+        later=True,
+    )
 
 
 def to_plain(columns: Iterable[Column]) -> list[dict[str, Any]]:
@@ -240,7 +256,7 @@ _READERS = {
     "mapping": _mapping,
 }
 
-BEHIND_METRICS = "label_accuracy"
+BEHIND_METRICS = "identified"
 """The column before which a run's metrics stand."""
 
 _PRIVACY, _MEMBERS = ("privacy", "summary"), ("membership", "members")
@@ -261,21 +277,42 @@ COLUMNS = (
     Column("n", "index", "n", "Attacked local models, over all seeds", "0", tables=("members",)),
     Column("seeds", "index", "Seeds", "Number of seeds", "0", shown=False, tables=("summary", "costs", "members")),
     Column("failed", "index", "Failed", "Number of failed rows", "0", shown=False, tables=("summary", "members")),
-    Column("recognisable", "index", "Recognisable", "Targets with an SSIM to the truth of at least 0.5; no guess "
-           "counts as 0", "of n", True, ("summary",)),
+    Column("images", "index", "Images", "Attacked images, over all targets and seeds", "0", shown=False,
+           tables=("summary",)),
+    Column("recognisable", "index", "Recognisable", "Images with an SSIM to the truth of at least 0.5 that are also "
+           "clearly above their blind guesses (0.02 of SSIM and 2 dB)", "of images", True, ("summary",)),
     Column("psnr", "number", "PSNR, dB [95 %]", "Mean of the seeds' means, with its t interval over seeds", "interval",
            True, ("summary",)),
     Column("psnr_low", "number", "PSNR, low", "Lower end of the interval", "2", shown=False, tables=("summary",)),
     Column("psnr_high", "number", "PSNR, high", "Upper end of the interval", "2", shown=False, tables=("summary",)),
-    Column("psnr_worst", "number", "Worst PSNR", "Worst case: the largest PSNR of all targets and seeds", "2", True,
+    Column("psnr_worst", "number", "Worst PSNR", "Worst case: the largest PSNR of all images and seeds", "2", True,
            ("summary",)),
+    Column("identified", "number", "Identified", "Share of the images that the guess picks out of many (`candidates`) "
+           "by the least MSE", "%", True, _PRIVACY, mean=True, later=True),
+    Column("candidates", "number", "Candidates", "Images that the true one is picked out of: itself and others that "
+           "are no targets; chance is one divided by this", "0", tables=_PRIVACY, mean=True, shown=False, later=True),
+    Column("blind", "text", "Blind guess", "What a blind guess is: the class average of public images if labels are "
+           "known or guessed, else their mean", "note", tables=_PRIVACY, shown=False, later=True),
+    Column("blind_identified", "number", "Blind, identified", "Share of the images that the blind guess picks out",
+           "%", tables=_PRIVACY, mean=True, shown=False, later=True),
     Column("label_accuracy", "number", "Labels", "Share of the labels that were recovered, if any was guessed", "%",
            True, _PRIVACY, mean=True),
     Column("guessed", "number", "Guessed", "Share of the images that have a guess; metrics are means over these", "%",
            True, _PRIVACY, mean=True, later=True),
+    Column("images", "number", "Images", "Private images behind the attacked update", "0", tables=("privacy",),
+           later=True),
+    Column("images_recognisable", "number", "Recognisable", "Images with an SSIM of at least 0.5 and clearly above "
+           "their blind guesses", "0", True, ("privacy",), later=True),
+    Column("image_psnr", "numbers", "PSNR of each image", "Of a batch: the largest first", tables=("privacy",),
+           shown=False, later=True),
+    Column("image_ssim", "numbers", "SSIM of each image", "Of a batch, in the order of image_psnr", tables=("privacy",),
+           shown=False, later=True),
+    Column("attack_steps", "number", "Attack's steps", "Steps of the attack's search, over all its phases", "0",
+           tables=("privacy",), later=True),
     Column("converged", "verdict", "Converged", "Whether the attack met its own criterion",
            tables=("privacy", "attack")),
-    Column("not_converged", "index", "Attack did not converge", "Targets on which the attack did not converge", "of n",
+    Column("not_converged", "index", "Attack did not converge", "Targets on which the attack did not converge and "
+           "did not recover all images either", "of n",
            tables=("summary",)),
     Column("attacker_loss", "number", "Attacker's loss", "By which the attack chose its answer", "g",
            tables=("privacy", "attack")),
@@ -306,6 +343,7 @@ COLUMNS = (
     Column("labels", "numbers", "Labels", "Known or guessed labels", tables=("attack",)),
     Column("countermove", "text", "Countermove", "What the attacker did about the defence", "note",
            tables=("privacy",), later=True),
+    Column("flags", "texts", "Flags", "Why a comparison needs care", "note", tables=_PRIVACY, later=True),
     Column("not_decoded", "text", "Not decoded", "What the attacker lacked to decode what the defence hides", "note",
            tables=_PRIVACY, later=True),
     Column("epsilon", "number", "ε", "Privacy budget", "g", True, ("privacy", "utility", "costs")),

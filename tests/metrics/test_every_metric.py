@@ -17,7 +17,7 @@ import gradveil.metrics
 from gradveil.errors import ConfigError, MissingDataError
 from gradveil.metrics import Metric, MetricUnavailable
 
-HELPERS = {"base", "columns", "labels", "lpips", "matching", "roc", "scores"}
+HELPERS = {"base", "columns", "labels", "lpips", "matching", "roc", "scores", "identification", "recognition"}
 
 
 def found():

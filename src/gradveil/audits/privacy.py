@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks import Attack, Scene, build_attack
 from gradveil.attacks.parts.analytic import Block
+from gradveil.audits.blind import judged, yardstick
 from gradveil.audits.plan import Cell, Rows, facts_of, finite
 from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset, load_dataset
@@ -44,7 +45,8 @@ def attack_cell(
     cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None
 ) -> tuple[Rows, dict[str, Tensor]]:
     """Attack and score one cell's targets; return their rows, and their pictures by name."""
-    private = private_batches(settings, dataset)[cell.first : cell.last]
+    every = private_batches(settings, dataset)
+    private = every[cell.first : cell.last]
     defence, attack = build_defence(cell.defence), build_attack(cell.attack).keeping(ITERATES)
     started = time.perf_counter()
     seen = observed(cell, settings, dataset, private, defence, attack, root)
@@ -55,17 +57,23 @@ def attack_cell(
     truth = torch.stack([batch.images for batch in private])
     guess = torch.stack([align(*pair) for pair in zip(truth, result.images.cpu(), strict=True)])
     scores = _scores(truth, guess, settings, root)
+    rule = yardstick(dataset, torch.cat([batch.images for batch in every]), settings.seed)
+    labels = torch.stack([batch.labels for batch in private])
+    informed = [seen.knows(Knowledge.LABELS) or bool((guessed >= 0).any()) for guessed in result.labels]
+    compared = judged(truth, guess, labels, informed, rule, settings, root)
     bounds, alarms = _certified(cell, seen, private, defence), _alarms(seen, private)
     common = facts_of(cell) | {
         "knows": seen.threat.names,
         "epsilon": finite(budget.epsilon if budget else None),
         "delta": budget.delta if budget else None,
+        "attack_steps": result.steps[-1] if result.steps else None,
         "seconds": round(share, 3),
         "failed": False,
     }
     rows = []
     for number, batch in enumerate(private):
         found = _found(result, number, batch, guess[number])
+        found |= compared[number]
         checks = {"target": cell.first + number, "certificate": bounds[number], "tripwire": alarms[number]}
         why = "; ".join(filter(None, [found["why"], *scores[number]["unmeasured"]]))
         rows.append(settings.schema.row("privacy", common | found | scores[number] | checks | {"why": why}))

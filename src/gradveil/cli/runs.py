@@ -80,6 +80,8 @@ def audit_command(
     """
     from gradveil.audits import audit, make_audit_settings
     from gradveil.cli.tables import WIDTH, audit_table, membership_table
+    from gradveil.report.blind import blind_lines
+    from gradveil.report.flags import explained
     from gradveil.report.summary import with_costs
 
     out = out or fresh_folder("audit", resume)
@@ -94,6 +96,7 @@ def audit_command(
             "seconds": round(result.seconds, 2),
             "data": result.note or None,
             "failed": result.failed,
+            "blind": blind_lines(result.rows, result.schema),
             "summary": summary,
             "utility": prices,
             **({"membership": told} if told else {}),
@@ -103,7 +106,10 @@ def audit_command(
     else:
         title = f"{settings.model} on {settings.dataset}"
         if summary or not told:
-            show(audit_table(title, with_costs(summary, prices, result.schema), result.schema), WIDTH)
+            lines = [*blind_lines(result.rows, result.schema), *summary]
+            show(audit_table(title, with_costs(lines, prices, result.schema), result.schema), WIDTH)
+            for sentence in explained(summary):
+                typer.echo(sentence)
         if told:
             show(membership_table(f"{title}: membership", told, result.schema), WIDTH)
         typer.echo(f"Look at it: {result.report.resolve()}")

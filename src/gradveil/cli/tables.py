@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from gradveil.registry import parse_spec
+from gradveil.report.flags import MARK
 from gradveil.rows import Column, Schema
 
 WIDTH = 100
@@ -21,7 +22,9 @@ LONGEST = 14
 """Characters of a head's word at most before it folds."""
 SPECS = ("defence", "attack")
 """Columns that fold."""
-SUMMARY_SHOWN = ("defence", "attack", "adaptive", "recognisable", "psnr", "guessed", "not_converged", "accuracy")
+SUMMARY_SHOWN = (
+    "defence", "attack", "adaptive", "recognisable", "psnr", "identified", "guessed", "not_converged", "accuracy",
+)  # fmt: skip
 """Columns of the table of attacks that rebuild images; `guessed` only if some images have no guess."""
 MEMBERS_SHOWN = ("defence", "attack", "auc", "auc_worst", "tpr_at_1_fpr", "auc_loss", "gap", "accuracy")
 """Columns of the table of attacks on membership."""
@@ -31,6 +34,7 @@ def audit_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Schema) 
     """Return what leaked under each defence and attack, and the accuracy under the defence in the same line.
 
     Metrics beside the standard ones come next to the PSNR, and the training's epsilon last, as far as there is room.
+    A flagged line has a mark; `gradveil.report.flags.explained` says why.
 
     Args:
         title: what was audited.
@@ -41,12 +45,15 @@ def audit_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Schema) 
     columns |= {column.key: column for column in schema.metrics}  # the PSNR without its interval
     partly = any(line["guessed"] is not None and line["guessed"] < 1 for line in lines)
     shown = [key for key in SUMMARY_SHOWN if key != "guessed" or partly]
+    chosen = [metric.key for metric in schema.metrics[4:]]  # behind the standard ones
+    budgeted = any(line["epsilon_training"] is not None for line in lines)
+    if partly or chosen or budgeted or not any(line["identified"] is not None for line in lines):
+        shown.remove("identified")  # the others have no room elsewhere
     if not any(line["psnr"] is not None for line in lines):
         shown.remove("psnr")
-    chosen = [metric.key for metric in schema.metrics[4:]]  # behind the standard ones
     place = shown.index("recognisable") + 1
     shown[place:place] = chosen[: MOST - len(shown)]
-    if len(shown) < MOST and any(line["epsilon_training"] is not None for line in lines):
+    if len(shown) < MOST and budgeted:
         shown.append("epsilon_training")
     return _table(title, lines, [columns[key] for key in shown])
 
@@ -103,4 +110,5 @@ def _folded(text: str, width: int) -> str:
 def _cell(column: Column, line: Mapping[str, Any], names: Mapping[str, int]) -> str:
     if column.key == "attack" and names[name := parse_spec(line["attack"])[0]] == 1:
         return name  # without its settings, if no other attack has that name
-    return column.text(line, short=True) or "-"
+    mark = f" {MARK}" * (column.key == "recognisable" and bool(line.get("flags")))
+    return (column.text(line, short=True) or "-") + mark

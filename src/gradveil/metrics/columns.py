@@ -62,7 +62,7 @@ def schema_of(metrics: Iterable[str] = ()) -> Schema:
     ordered = [found[key] for key in dict.fromkeys([*STANDARD, *found])]
     columns = [metric_column(metric) for metric in ordered]
     base = Schema(rows.COLUMNS)
-    taken = {column.key for column in base.columns} - {*STANDARD}
+    taken = {column.key for column in (*base.columns, *map(rows.blind_column, columns))} - {*STANDARD}
     clash = next((column.key for column in columns if column.key in taken), None)
     if clash:
         raise ConfigError(f"A metric's field must be new, got {clash!r}, which rows have. Rename the metric's class.")

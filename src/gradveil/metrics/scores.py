@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from gradveil.errors import ConfigError, DataError
@@ -30,26 +31,42 @@ def score_targets(
         The figures of each target by the metrics' fields, None if one can't be measured; and for each target the
         reasons why figures are missing.
     """
+    values, reasons = score_images(truth, guess, root, metrics)
+    means = {key: each.nanmean(1).tolist() for key, each in values.items()}
+    figures: list[Figures] = [
+        {key: each[target] if math.isfinite(each[target]) else None for key, each in means.items()}
+        for target in range(len(truth))
+    ]
+    return figures, reasons
+
+
+def score_images(
+    truth: Tensor, guess: Tensor, root: Path | None = None, metrics: Sequence[str] = STANDARD
+) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """Score each image of each target, (T, B, C, H, W), with the arguments of `score_targets`.
+
+    Returns:
+        The values (T, B) by the metrics' fields, NaN if one can't be measured; and for each target the reasons why
+        values are missing.
+    """
     targets = len(truth)
     flat = [images.flatten(0, 1).cpu() for images in (truth, guess)]
     guessed = is_guess(flat[1]).view(targets, -1)
-    figures: list[Figures] = [{} for _ in range(targets)]
+    values: dict[str, Tensor] = {}
     reasons = [_missing(row.numel(), int(row.sum())) for row in guessed]
     for metric in map(build_metric, metrics):
+        found = torch.full(guessed.shape, math.nan, dtype=torch.float64)
         try:
-            means = _with_weights(metric, root)(*flat).view(targets, -1).nanmean(1).tolist()
+            found = _with_weights(metric, root)(*flat).view(targets, -1)
         except (ConfigError, DataError) as error:  # weights are missing or broken, or don't take such images
-            means = [math.nan] * targets
             for each in reasons:
                 each.append(str(error).split(". ")[0].removesuffix("."))
         except Exception as error:  # a user's own metric; the other figures remain
-            means = [math.nan] * targets
             first = (str(error).splitlines() or [""])[0]
             for each in reasons:
                 each.append(f"Metric {metric.name!r} failed: {type(error).__name__}: {first}")
-        for row, mean in zip(figures, means, strict=True):
-            row[metric_column(metric).key] = mean if math.isfinite(mean) else None
-    return figures, reasons
+        values[metric_column(metric).key] = found
+    return values, reasons
 
 
 def _with_weights(metric: Metric, root: Path | None) -> Metric:

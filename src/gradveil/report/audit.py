@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gradveil.report.audit_folder import read_audit
+from gradveil.report.blind import blind_lines
 from gradveil.report.figures import draw_figures
 from gradveil.report.files import save_figure, to_csv
 from gradveil.report.headline import headline
@@ -31,9 +32,10 @@ def write_report(folder: Path) -> Path:
     schema = audit.schema
     summary, costs = summarise(audit.rows, schema), utility(audit.rows, schema)
     keys = schema.keys("summary", "price")
-    write_atomic(folder / "summary.csv", to_csv(with_costs(summary, costs, schema), keys))
-    if lines := membership(audit.rows, schema):
-        write_atomic(folder / "membership.csv", to_csv(lines, schema.keys("members")))
+    lines = [*blind_lines(audit.rows, schema), *summary]
+    write_atomic(folder / "summary.csv", to_csv(with_costs(lines, costs, schema), keys))
+    if members := membership(audit.rows, schema):
+        write_atomic(folder / "membership.csv", to_csv(members, schema.keys("members")))
         for kind in ("png", "svg"):
             save_figure(membership_figure(audit.rows), folder / "figures" / f"membership.{kind}")
     draw_figures(gallery, summary, costs, folder / "figures")

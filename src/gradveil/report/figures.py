@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gradveil.metrics.columns import build_metric, metric_column
+from gradveil.report.blind import blind_level
 from gradveil.report.files import save_figure
 from gradveil.report.labels import spread
 from gradveil.report.plane import Point, corners, front, points, shortened, ticks
@@ -35,7 +36,8 @@ def draw_figures(
 
 def plane(summary: Iterable[Mapping[str, Any]], costs: Iterable[Mapping[str, Any]]) -> Figure:
     """Draw accuracy to the right and the strongest attack's mean PSNR upwards; hollow is plain, filled adaptive."""
-    some = points(summary, costs, PSNR)
+    summary = list(summary)
+    some, blind = points(summary, costs, PSNR), blind_level(summary, PSNR)
     figure = Figure(figsize=(7.6, 4.6))
     axes = figure.add_axes((0.085, 0.12, 0.89, 0.8))
     best = front(some, PSNR)
@@ -48,10 +50,14 @@ def plane(summary: Iterable[Mapping[str, Any]], costs: Iterable[Mapping[str, Any
             if leak is not None:
                 axes.plot(100 * point.accuracy, leak, "o", ms=7, mec=colour, mfc=face, mew=1.5)
     accuracies, heights = [100 * point.accuracy for point in some], [leak for both in leaks for leak in both]
+    if blind is not None:
+        heights.append(blind)
+        axes.axhline(blind, color="0.45", lw=1, ls=":")
     across, up = (ticks(min(values), max(values)) for values in (accuracies, heights))
     axes.set(xlim=(across[0], across[-1]), ylim=(up[0], up[-1]), xticks=across, yticks=up)
     axes.set(xlabel="test accuracy (%)", ylabel=f"leak: {PSNR.head}, strongest attack")
-    axes.set_title("hollow: plain; filled: attacker knows the defence; dashed: Pareto front", fontsize=8, loc="left")
+    marks = "hollow: plain; filled: attacker knows the defence; dashed: Pareto front"
+    axes.set_title(marks + "; dotted: blind guess" * (blind is not None), fontsize=8, loc="left")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     _names(axes, some, leaks)

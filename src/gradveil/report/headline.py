@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradveil.metrics import schema_of
+from gradveil.report.blind import chance
 from gradveil.report.summary import membership, strongest, summarise, utility
 from gradveil.rows import Schema
 
@@ -20,7 +21,7 @@ def headline(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sche
 
     Args:
         rows: the rows of an audit.
-        images: the number of images per target; the figures of a row are means over them.
+        images: the number of images per target. Rows of earlier versions count batches, not images.
         schema: the columns of the rows; by default those of an audit with the standard metrics.
     """
     return " ".join(sentences(rows, images=images, schema=schema))
@@ -30,7 +31,8 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sch
     """Return the sentences of `headline`; the first is about the undefended run, if there is one."""
     schema = schema or schema_of()
     lines = summarise(rows, schema)
-    noun = "pictures" if images == 1 else "batches"
+    by_image = any(row.get("images_recognisable") is not None for row in rows)
+    noun = "pictures" if images == 1 or by_image else "batches"
     accuracy = {line["defence"]: line["accuracy"] for line in utility(rows, schema)}
     names = sorted(dict.fromkeys(line["defence"] for line in lines), key=lambda name: name != "none")
     best = {name: line for name in names if (line := strongest(_of(lines, name)))}
@@ -51,7 +53,27 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sch
     for name, start in starts.items():
         text = _defended(lines, name, noun, first=not parts)
         parts.append(f"{start} {text}{_price(accuracy.get('none'), accuracy.get(name))}.")
-    return parts + _undone(lines, best.get("none"), rest) + _noticed(rows) + told
+    return parts + _named(lines, list(best)) + _undone(lines, best.get("none"), rest) + _noticed(rows) + told
+
+
+def _named(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Return how often a guess picks the true picture out of others, undefended and under defences; [] if unknown."""
+    best: dict[str, Mapping[str, Any]] = {}
+    for name in names:
+        tried = [line for line in _of(lines, name) if line["identified"] is not None]
+        if tried:
+            best[name] = max(tried, key=lambda line: line["identified"])
+    if not best:
+        return []
+    rest = sorted((name for name in best if name != "none"), key=lambda name: best[name]["identified"])
+    few = rest if len(rest) <= MOST else [rest[0], rest[-1]]
+    shares = [
+        f"{percent(best[name]['identified'])} {'undefended' if name == 'none' else f'under {name}'}"
+        for name in ["none"] * ("none" in best) + few
+    ]
+    line = next(iter(best.values()))
+    others = f"{round(line['candidates']) - 1:,}"
+    return [f"Guesses pick the true picture among {others} others: {', '.join(shares)} (chance {chance(line)})."]
 
 
 def _undone(lines: Sequence[Mapping[str, Any]], none: Mapping[str, Any] | None, names: Sequence[str]) -> list[str]:
@@ -121,7 +143,7 @@ def _nothing(lines: Sequence[Mapping[str, Any]], name: str, noun: str) -> str:
     """Return what was tried and how often it did not converge; never "safe"."""
     tried = _of(lines, name)
     stuck, runs = sum(line["not_converged"] for line in tried), sum(line["n"] for line in tried)
-    most = max(line["n"] for line in tried)
+    most = max(line["images"] for line in tried)
     return f"no attack here recovered any of {most} {noun}; {stuck} of {runs} attacks did not converge"
 
 
@@ -157,10 +179,10 @@ def _of(lines: Sequence[Mapping[str, Any]], name: str, adaptive: bool | None = N
 
 def _score(line: Mapping[str, Any]) -> str:
     if line["recognisable"] is not None:
-        return f"{line['recognisable']} of {line['n']}"
+        return f"{line['recognisable']} of {line['images']}"
     return "no PSNR or SSIM measured" if line["psnr"] is None else f"a mean PSNR of {line['psnr']:.1f} dB"
 
 
 def _share(line: Mapping[str, Any]) -> float:
     """Return how much was recovered: the recognisable share, or the PSNR if SSIM was not measured."""
-    return float((line["psnr"] or 0.0) if line["recognisable"] is None else line["recognisable"] / line["n"])
+    return float((line["psnr"] or 0.0) if line["recognisable"] is None else line["recognisable"] / line["images"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.report.audit_folder import read_audit
+from gradveil.report.blind import blind_lines
 from gradveil.report.headline import headline
 from gradveil.report.sheets import png, read_gallery
 from gradveil.report.summary import summarise, utility, with_costs
@@ -37,6 +38,8 @@ def cell(name: str, value: object) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list):
+        return escape("; ".join(map(str, value)))
     if isinstance(value, float):
         return f"{value:.1%}" if name.startswith("accuracy") else f"{value:.4g}"
     return escape(str(value))
@@ -64,9 +67,11 @@ def audit_html(folder: Path, page: Path) -> str:
     audit = read_audit(folder)
     gallery = read_gallery(audit)
     costs = utility(audit.rows, audit.schema)
-    lines = with_costs(summarise(audit.rows, audit.schema), costs, audit.schema)
+    summary = [*blind_lines(audit.rows, audit.schema), *summarise(audit.rows, audit.schema)]
+    lines = with_costs(summary, costs, audit.schema)
     metrics = [column.key for column in audit.schema.metrics if column.key not in ("psnr", "mse")]
-    columns = ("defence", "attack", "adaptive", "psnr", "psnr_worst", *metrics, "recognisable", "n", "accuracy")
+    figures = ("psnr", "psnr_worst", *metrics, "recognisable", "images", "identified", "flags", "accuracy")
+    columns = ("defence", "attack", "adaptive", *figures)
     pictures = [("private images", png(gallery.truth))] if gallery.columns else []
     for line in gallery.lines[:PICTURES]:
         name = f"{line.defence}, {line.attack}{', adaptive' * line.adaptive}"

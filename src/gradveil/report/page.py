@@ -6,6 +6,7 @@ from importlib.resources import files
 from typing import Any
 
 from gradveil.report.audit_folder import AuditFolder
+from gradveil.report.blind import blind_lines
 from gradveil.report.markup import as_json
 from gradveil.report.membership import membership_section
 from gradveil.report.result import hero
@@ -53,6 +54,7 @@ def _sections(audit: AuditFolder, gallery: Gallery) -> list[tuple[str, str, str]
     schema = audit.schema
     summary, costs = summarise(audit.rows, schema), utility(audit.rows, schema)
     about_members = membership_section(audit.rows, schema, adaptive=bool(audit.settings.get("adaptive")))
+    blind = blind_lines(audit.rows, schema)
     members = [("membership", "Membership", about_members)] * bool(about_members)
     everything = [
         ("rows", "All rows", rows_section(audit)),
@@ -64,7 +66,7 @@ def _sections(audit: AuditFolder, gallery: Gallery) -> list[tuple[str, str, str]
         ("gallery", "Pictures", gallery_section(audit, gallery)),
         ("plane", "Privacy and accuracy", plane_section(summary, costs, schema)),
         *members,
-        ("table", "Summary", summary_section(audit, with_costs(summary, costs, schema))),
+        ("table", "Summary", summary_section(audit, with_costs([*blind, *summary], costs, schema))),
         *everything,
     ]
 

@@ -76,10 +76,15 @@ def corners(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return stairs
 
 
-def plane_svg(some: Sequence[Point], metric: Column, width: int = 860, height: int = 460) -> str:
-    """Return the plane as an SVG element whose colours come from the page's style."""
-    frame = _Frame.around(some, metric, width, height)
-    parts = [frame.axes(metric), _front(frame, front(some, metric), metric)]
+def plane_svg(
+    some: Sequence[Point], metric: Column, width: int = 860, height: int = 460, blind: float | None = None
+) -> str:
+    """Return the plane as an SVG element whose colours come from the page's style.
+
+    ``blind`` is the leak of a blind guess, drawn as a line.
+    """
+    frame = _Frame.around(some, metric, width, height, blind)
+    parts = [frame.axes(metric), frame.level(blind), _front(frame, front(some, metric), metric)]
     parts += [_point(frame, point, metric) for point in some]
     names = [shortened(point.defence, 34 if width > 500 else 24) for point in some]
     places = [frame.place(point.accuracy, point.worst(metric)) for point in some]
@@ -122,9 +127,10 @@ class _Frame:
     flipped: bool
 
     @staticmethod
-    def around(some: Sequence[Point], metric: Column, width: int, height: int) -> "_Frame":
+    def around(some: Sequence[Point], metric: Column, width: int, height: int, blind: float | None) -> "_Frame":
         accuracies = [point.accuracy for point in some]
         leaks = [leak for point in some for leak in (point.plain, point.adaptive) if leak is not None]
+        leaks += [] if blind is None else [blind]
         across = ticks(min(accuracies), max(accuracies), 6 if width > 500 else 3)
         return _Frame(across, ticks(min(leaks), max(leaks)), width, height, not metric.leakier)
 
@@ -132,6 +138,14 @@ class _Frame:
         x = (accuracy - self.across[0]) / (self.across[-1] - self.across[0])
         y = (leak - self.up[0]) / (self.up[-1] - self.up[0])
         return 56 + x * (self.width - 84), 34 + (y if self.flipped else 1 - y) * (self.height - 88)
+
+    def level(self, blind: float | None) -> str:
+        """Return the line of the blind guess, or "" if it was not measured."""
+        if blind is None:
+            return ""
+        right, y = self.width - 28, self.place(self.across[0], blind)[1]
+        line = f'<line class="blind" x1="56" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"><title>{blind:.3g}</title></line>'
+        return f'{line}<text class="blind" x="{right}" y="{y - 5:.1f}" text-anchor="end">blind guess</text>'
 
     def axes(self, metric: Column) -> str:
         right, bottom = self.width - 28, self.height - 54

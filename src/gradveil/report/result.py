@@ -4,16 +4,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from gradveil.metrics.recognition import MORE_PSNR, MORE_SSIM, RECOGNISABLE
 from gradveil.report.audit_folder import AuditFolder
+from gradveil.report.blind import EXPLAINED, NAME, blind_lines
 from gradveil.report.headline import percent, sentences
 from gradveil.report.markup import bullets, solid, spec
 from gradveil.report.sheets import Gallery
-from gradveil.report.summary import RECOGNISABLE, membership, strongest
+from gradveil.report.summary import membership, strongest
 from gradveil.report.tables import NOTHING, adaptive
 
 
 def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, Any]], costs: Sequence[Any]) -> str:
     """Return the section that a reader sees first."""
+    blind = blind_lines(audit.rows, audit.schema)
     first, *more = sentences(audit.rows, images=audit.images, schema=audit.schema)
     settings = audit.settings
     facts = [f"{settings.get('model', '?')} on {settings.get('dataset', '?')}"]
@@ -24,14 +27,25 @@ def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, An
     seeds = len({row["seed"] for row in audit.rows} | {cell.seed for cell in audit.cells})
     facts += [f"{seeds} seed{'s' if seeds != 1 else ''}"] if seeds else []
     lead = f'<p class="lead">{solid(" ".join(more))}</p>' if more else ""
-    what = "picture" if audit.images == 1 else "batch (by its mean)"
-    definition = f"""<p class="definition"><b>Recognisable</b>: a {what} whose SSIM to the truth is at least
-{RECOGNISABLE}. Every target counts once per seed. Each defence is judged by the attack that recovers most.</p>
+    definition = f"""<p class="definition"><b>Recognisable</b>: {_definition(audit, blind)}
+Each defence is judged by the attack that recovers most.</p>
 """
     return f"""<section class="hero" aria-labelledby="result"><p class="facts">{escape(" · ".join(map(str, facts)))}</p>
 <h1 id="result">{solid(first)}</h1>
 {lead}
-{definition * rebuilds}{_banner(audit, gallery)}{_ledger(audit.defences, summary, costs)}</section>"""
+{definition * rebuilds}{_banner(audit, gallery)}{_ledger(audit.defences, summary, costs, blind)}</section>"""
+
+
+def _definition(audit: AuditFolder, blind: Sequence[Mapping[str, Any]]) -> str:
+    """Return which pictures count as recognisable, in words."""
+    if not blind:
+        what = "picture" if audit.images == 1 else "batch (by its mean)"
+        return f"a {what} whose SSIM to the truth is at least {RECOGNISABLE}. Every target counts once per seed."
+    above = f"{MORE_SSIM} of SSIM and {MORE_PSNR:g} dB"
+    return (
+        f"a picture whose SSIM to the truth is at least {RECOGNISABLE} and that is closer to the truth than its blind "
+        f"guess, by at least {above}. Every picture counts once per seed. {EXPLAINED}"
+    )
 
 
 def _banner(audit: AuditFolder, gallery: Gallery) -> str:
@@ -56,7 +70,12 @@ def _banner(audit: AuditFolder, gallery: Gallery) -> str:
     return f'<aside class="banner" aria-label="What is missing">{"".join(parts)}</aside>' if parts else ""
 
 
-def _ledger(names: Iterable[str], summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]]) -> str:
+def _ledger(
+    names: Iterable[str],
+    summary: Sequence[Mapping[str, Any]],
+    costs: Sequence[Mapping[str, Any]],
+    blind: Sequence[Mapping[str, Any]],
+) -> str:
     """Return bars: what the strongest attack makes recognisable under each defence, beside the accuracy."""
     accuracy = {cost["defence"]: cost["accuracy"] for cost in costs}
     lines = ""
@@ -72,16 +91,28 @@ def _ledger(names: Iterable[str], summary: Sequence[Mapping[str, Any]], costs: S
             )
     if not lines:
         return ""
+    lines = "".join(map(_blind, blind)) + lines
     return f"""<div class="scroll"><table class="ledger"><thead><tr><th scope="col">Defence</th>
 <th scope="col">Recognisable to the strongest attack
 <span class="key"><i class="swatch"></i>plain <i class="swatch filled"></i>knows the defence</span></th>
 <th scope="col">Accuracy</th></tr></thead><tbody>{lines}</tbody></table></div>"""
 
 
+def _blind(line: Mapping[str, Any]) -> str:
+    """Return the ledger's line of a blind guess, which the pictures of the others must beat."""
+    figures = [
+        text.format(line[key])
+        for key, text in (("psnr", "{:.1f} dB"), ("ssim", "SSIM {:.2f}"))
+        if line.get(key) is not None
+    ]
+    words = escape(f"{line['attack']}: {', '.join(figures)}" if figures else line["attack"])
+    return f'<tr><th scope="row">{NAME}</th><td class="bars">{words}</td><td>{NOTHING}</td></tr>'
+
+
 def _bar(line: Mapping[str, Any]) -> str:
     count = line["recognisable"]
-    share = 0.0 if count is None else 100 * count / line["n"]
-    text = NOTHING if count is None else f"{count} of {line['n']}"
+    share = 0.0 if count is None else 100 * count / line["images"]
+    text = NOTHING if count is None else f"{count} of {line['images']}"
     filled = " filled" if line["adaptive"] else ""
     words = f"{adaptive(line['adaptive'])}, strongest attack: {line['attack']}"
     return (

@@ -5,6 +5,7 @@ from html import escape
 from typing import Any
 
 from gradveil.report.audit_folder import AuditFolder
+from gradveil.report.blind import EXPLAINED, IDENTIFIED, NAME, blind_level, chance
 from gradveil.report.headline import percent
 from gradveil.report.markup import bullets, section, spec
 from gradveil.report.plane import Point, leak_columns, plane_svg, points
@@ -56,6 +57,7 @@ def plane_section(summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[
         return section("plane", "Privacy and accuracy", f"{text}{' yet' if not costs else ''}.</p>{bullets(reasons)}")
     metrics = [metric for metric in measures if drawn[metric.key]]
     first = metrics[0]
+    levels = {metric.key: blind_level(summary, metric) for metric in metrics}
     choices = "".join(
         f'<label><input type="radio" name="metric" value="{escape(m.key)}"{" checked" * (m is first)}>'
         f"{escape(m.head)}</label>"
@@ -65,8 +67,9 @@ def plane_section(summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[
     )
     figures = "".join(
         f'<div class="drawing" data-metric="{escape(m.key)}"{" hidden" * (m is not first)}>'
-        f'<div class="wide">{plane_svg(drawn[m.key], m)}</div>'
-        f'<div class="narrow">{plane_svg(drawn[m.key], m, 400, 420)}</div>{_points_table(drawn[m.key], m)}</div>'
+        f'<div class="wide">{plane_svg(drawn[m.key], m, blind=levels[m.key])}</div>'
+        f'<div class="narrow">{plane_svg(drawn[m.key], m, 400, 420, levels[m.key])}</div>'
+        f"{_points_table(drawn[m.key], m, levels[m.key])}</div>"
         for m in metrics
     )
     there = {point.defence for point in drawn[first.key]}
@@ -79,16 +82,18 @@ def plane_section(summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[
         "Privacy and accuracy",
         f"""<p>Good defences lie at the bottom right: the model stays accurate and the strongest attack recovers little.
 A hollow point is the leak to an attacker who does not know the defence, a filled one to an attacker who does. The
-dashed line is the Pareto front under the strongest attack.</p>
+dashed line is the Pareto front under the strongest attack. The dotted line is a blind guess: below it, an attack
+recovers nothing that was not known before.</p>
 <fieldset class="controls"><legend>Leak measured by</legend>{choices}</fieldset>{figures}{note}""",
     )
 
 
-def _points_table(some: Sequence[Point], metric: Column) -> str:
+def _points_table(some: Sequence[Point], metric: Column, blind: float | None) -> str:
     def shown(value: float | None) -> str:
         return metric.text({metric.key: value}) or NOTHING
 
-    body = "".join(
+    guess = f'<tr><th scope="row">{NAME}</th><td>{NOTHING}</td><td>{shown(blind)}</td><td></td><td></td></tr>'
+    body = guess * (blind is not None) + "".join(
         f'<tr><th scope="row">{escape(p.defence)}</th><td>{percent(p.accuracy)}</td><td>{shown(p.plain)}</td>'
         f'<td>{shown(p.adaptive)}</td><td class="text">{escape(p.attack)}</td></tr>'
         for p in some
@@ -111,10 +116,20 @@ def summary_section(audit: AuditFolder, lines: Sequence[Mapping[str, Any]]) -> s
         "Summary",
         f"""<p>One line per defence, attack and kind of attacker. Figures are means over targets and seeds; intervals
 are 95 % t intervals over seeds; the worst case stands beside the mean. An attack that did not converge might do better
-with other settings: it does not show that the defence holds.</p>
+with other settings: it does not show that the defence holds.</p>{_explained(lines)}
 {_filters("summary", lines)}<div class="scroll" tabindex="0" role="group" aria-label="Summary table">
 {summary_table(lines, audit.schema)}</div>{notes}""",
     )
+
+
+def _explained(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the blind guess, identification and the flags are, as far as the table has them."""
+    known = next((line for line in lines if line.get("candidates")), None)
+    if known is None:
+        return ""
+    named = IDENTIFIED.format(others=round(known["candidates"]) - 1, chance=chance(known))
+    flags = "<b>Flags</b> mark lines whose comparison needs care, because an attack was weaker than it could be."
+    return f"<p>{EXPLAINED} {named} {flags * any(line['flags'] for line in lines)}</p>"
 
 
 def _filters(of: str, lines: Iterable[Mapping[str, Any]]) -> str:

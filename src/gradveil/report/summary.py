@@ -7,10 +7,9 @@ from typing import Any
 from scipy.special import stdtrit
 
 from gradveil.metrics import schema_of
+from gradveil.metrics.recognition import RECOGNISABLE
+from gradveil.report.flags import flagged
 from gradveil.rows import KINDS, Row, Schema
-
-RECOGNISABLE = 0.5
-"""A picture counts as recognisable from this SSIM to the truth."""
 
 
 def summarise(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
@@ -33,7 +32,10 @@ def summarise(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -
     """
     schema = schema or schema_of()
     groups = _grouped(rows, "privacy", schema, lambda row: (row.get("attack") or "", bool(row.get("adaptive"))))
-    return [_line(defence, attack, adaptive, group, schema) for (defence, attack, adaptive), group in groups.items()]
+    return flagged(
+        [_line(defence, attack, adaptive, group, schema) for (defence, attack, adaptive), group in groups.items()],
+        {key: mean(group, "attack_steps") for key, group in groups.items()},
+    )
 
 
 def utility(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
@@ -93,7 +95,7 @@ def strongest(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
     def recovered(line: Mapping[str, Any]) -> tuple[float, float]:
         psnr = line["psnr"]
-        return (line["recognisable"] or 0) / line["n"], -1.0 if psnr is None else psnr
+        return (line["recognisable"] or 0) / line["images"], -1.0 if psnr is None else psnr
 
     return max((line for line in lines if line["n"]), key=recovered, default=None)
 
@@ -165,12 +167,17 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
         "n": len(whole),
         "seeds": len(seeds),
         "failed": len(group) - len(whole),
+        "images": sum(map(_images, whole)),
         "recognisable": _recognisable(whole),
         "psnr": fmean(psnrs) if psnrs else None,
         "psnr_low": low,
         "psnr_high": high,
-        "psnr_worst": max((row["psnr"] for row in whole if row.get("psnr") is not None), default=None),
-        "not_converged": sum(row.get("converged") is False for row in whole),
+        "psnr_worst": max(
+            (max(row.get("image_psnr") or [row["psnr"]]) for row in whole if row.get("psnr") is not None), default=None
+        ),
+        "not_converged": sum(row.get("converged") is False and not _recovered(row) for row in whole),
+        "blind": ", ".join(dict.fromkeys(row["blind"] for row in whole if row.get("blind"))),
+        "flags": [],
         "not_decoded": _not_decoded(whole),
         "knows": _all_known(group),
         **_budget(whole),
@@ -179,14 +186,33 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
 
 
 def _recognisable(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return how many targets are recognisable, or None if there are guesses but SSIM was not measured on any.
+    """Return how many images are recognisable, or None if there are guesses but SSIM was not measured on any.
 
-    Images of a batch without a guess count with an SSIM of 0.
+    Rows of earlier versions have no blind guess. A target counts there as one image if its mean SSIM is at least 0.5;
+    images of a batch without a guess count with an SSIM of 0.
     """
-    measured = [row["ssim"] * _guessed(row) for row in rows if row.get("ssim") is not None]
-    if not measured and any(row.get("psnr") is not None or row.get("guessed") for row in rows):
+    if not any(row.get("ssim") is not None for row in rows) and any(
+        row.get("psnr") is not None or row.get("guessed") for row in rows
+    ):
         return None
-    return len([value for value in measured if value >= RECOGNISABLE])
+    return sum(_recognised(row) for row in rows)
+
+
+def _recognised(row: Mapping[str, Any]) -> int:
+    """Return how many images of a row are recognisable."""
+    if row.get("images_recognisable") is not None:
+        return int(row["images_recognisable"])
+    return int(row.get("ssim") is not None and row["ssim"] * _guessed(row) >= RECOGNISABLE)
+
+
+def _images(row: Mapping[str, Any]) -> int:
+    """Return the number of images that a row counts; a row of an earlier version counts as one."""
+    return int(row["images"]) if row.get("images_recognisable") is not None and row.get("images") else 1
+
+
+def _recovered(row: Mapping[str, Any]) -> bool:
+    """Return whether all images of a row are known to be recognisable and above blind."""
+    return row.get("images_recognisable") is not None and _recognised(row) == _images(row)
 
 
 def _guessed(row: Mapping[str, Any]) -> float:

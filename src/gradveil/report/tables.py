@@ -35,6 +35,7 @@ def page_columns(lines: Sequence[Mapping[str, Any]], schema: Schema, *tables: st
     columns = [column for column in schema.of(*tables) if column.shown]
     notes = [column for column in columns if column.format == "note"]
     used = {key for line in lines for key, value in line.items() if value not in (None, "")} | {"knows"}
+    used -= set() if any(line.get("flags") for line in lines) else {"flags"}
     return [column for column in columns if column not in notes] + [note for note in notes if note.key in used]
 
 
@@ -48,7 +49,8 @@ def _th(column: Column) -> str:
 def _tr(line: Mapping[str, Any], columns: Sequence[Column]) -> str:
     facets = f'data-defence="{escape(line["defence"])}" data-attack="{escape(line["attack"])}"'
     cells = "".join(_td(column, line) for column in columns)
-    return f'<tr {facets} data-adaptive="{adaptive(line["adaptive"])}">{cells}</tr>'
+    knowing = "" if line["adaptive"] is None else adaptive(line["adaptive"])
+    return f'<tr {facets} data-adaptive="{knowing}">{cells}</tr>'
 
 
 def _td(column: Column, line: Mapping[str, Any]) -> str:

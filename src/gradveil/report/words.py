@@ -23,6 +23,7 @@ METHOD = """<h3>How the figures are computed</h3>
 Hungarian assignment.</li>
 <li>PSNR has peak 1, is computed from each image's own MSE, and is capped at 100 dB. SSIM uses an 11 × 11 Gaussian
 window. LPIPS uses the AlexNet of its authors, on images in [-1, 1]; lower is closer.</li>
+<li>Batches are scored image by image: the figures of a row are means over its images, and counts are of images.</li>
 <li>The attacker chooses among iterates and restarts by its own loss, never by the truth.</li>
 <li>The interval of a PSNR is the 95 % t interval of the seeds' means; one seed has none. The worst case is the largest
 PSNR of any target. The PSNR below an intermediate picture, or one of a batch, is that of the picture as drawn.</li>

@@ -81,7 +81,7 @@ def figure_3(lab: Lab) -> Result:
     lines = _audited(lab, "cifar10", "lenet-dlg", ["none"], list(attacks), targets=lab.pick(2, 8, 32), adaptive=False)
     rows = [
         {"part": attacks[line["attack"]], "mse": rounded(line["mse"]), "psnr": rounded(line["psnr"]),
-         "ssim": rounded(line["ssim"]), "recognisable": f"{line['recognisable']} of {line['n']}",
+         "ssim": rounded(line["ssim"]), "recognisable": f"{line['recognisable']} of {line['images']}",
          "paper": "not recognisable" if "convolutions" in line["attack"] else "recognisable"}
         for line in lines
     ]  # fmt: skip
@@ -127,7 +127,7 @@ def figure_6(lab: Lab) -> Result:
     accuracy = _accuracies(lab, "cifar10", ["none", *defences])
     rows = [
         {"defence": line["defence"], "adaptive": line["adaptive"], "mse": rounded(line["mse"]),
-         "psnr": rounded(line["psnr"]), "recognisable": f"{line['recognisable']} of {line['n']}",
+         "psnr": rounded(line["psnr"]), "recognisable": f"{line['recognisable']} of {line['images']}",
          "accuracy": rounded(accuracy[line["defence"]])}
         for line in lines
     ]  # fmt: skip
