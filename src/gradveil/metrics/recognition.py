@@ -7,7 +7,7 @@ RECOGNISABLE = 0.5
 MORE_SSIM, MORE_PSNR = 0.02, 2.0
 """How much more SSIM, and dB of PSNR, than its blind guess a recognisable picture has.
 
-Without these margins, chance counts: on chest X-rays, averages of other public images than those of the blind guess are
+Without these margins, chance counts: on chest X-rays, averages of other images than those of the blind guess are
 above it in 15 to 35 % of 400 pictures, and with the margins in none."""
 
 WORSE_THAN_BLIND = "worse than a blind guess"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradveil.metrics.recognition import WORSE_THAN_BLIND
+from gradveil.registry import parse_spec
 from gradveil.rows import Row
 
 MARGIN = 1.0
@@ -61,7 +62,7 @@ def explained(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     told: dict[str, list[str]] = {}
     for line in lines:
-        name = f"{line['defence']}, {line['attack'].partition(':')[0]} {'adaptive' if line['adaptive'] else 'plain'}"
+        name = f"{line['defence']}, {parse_spec(line['attack'])[0]} {'adaptive' if line['adaptive'] else 'plain'}"
         for flag in line.get("flags") or ():
             told.setdefault(flag, []).append(name)
     return [f"{MARK} {flag}: {'; '.join(names)}" for flag, names in told.items()]
