@@ -28,6 +28,7 @@ from gradveil import (
 from gradveil.attacks import Attack
 from gradveil.attacks.parts.labels import counted, distinct, idlg, last_layer, likely_prediction
 from gradveil.data import Dataset
+from gradveil.data.pixels import to_unit
 from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings
 from gradveil.metrics import align
 from gradveil.metrics.labels import label_accuracy
@@ -267,7 +268,7 @@ def choose(data: Dataset, targets: int, batch: int, labels: str, seed: int) -> l
             )
         else:
             some = order[target * batch : (target + 1) * batch]
-        chosen.append(Batch(images[some].float() / 255, classes[some], torch.ones(batch) > 0))
+        chosen.append(Batch(to_unit(images[some]), classes[some], torch.ones(batch) > 0))
     return chosen
 
 
@@ -286,11 +287,11 @@ def train(network: nn.Module, data: Dataset, epochs: int, seed: int) -> None:
     for _ in range(epochs):
         for some in torch.randperm(len(images), generator=rng).split(64):
             optimiser.zero_grad()
-            F.cross_entropy(network(images[some].float() / 255), labels[some]).backward()
+            F.cross_entropy(network(to_unit(images[some])), labels[some]).backward()
             optimiser.step()
     network.eval()
     with torch.no_grad():
-        test = torch.from_numpy(data.test.images[:2000]).float() / 255
+        test = to_unit(data.test.images[:2000])
         right = (network(test).argmax(1) == torch.from_numpy(data.test.labels[:2000])).double().mean()
     print(f"<!-- trained for {epochs} epochs: test accuracy {right:.1%} -->")
 

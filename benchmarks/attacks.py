@@ -45,6 +45,7 @@ from gradveil import Batch, ThreatModel, create_model, load_dataset, observe
 from gradveil.attacks.base import Attack
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.parts import search
+from gradveil.data.pixels import to_unit
 from gradveil.models import Normalisation
 from gradveil.registry import build
 from gradveil.threat import Observation, Reconstruction
@@ -63,7 +64,7 @@ Run = Callable[[int], object]
 def look(targets: int) -> tuple[nn.Module, Observation]:
     """Return the broadcast network, and what the server sees of ``targets`` clients."""
     digits = load_dataset("mnist-5k").train
-    images = F.pad(torch.from_numpy(digits.images[:targets]).float() / 255, (2, 2, 2, 2)).expand(-1, *SHAPE)
+    images = F.pad(to_unit(digits.images[:targets]), (2, 2, 2, 2)).expand(-1, *SHAPE)
     labels = torch.from_numpy(digits.labels[:targets])
     sensitive = torch.tensor([True])
     private = [Batch(images[i : i + 1].contiguous(), labels[i : i + 1], sensitive) for i in range(targets)]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from gradveil import create_model, load_dataset
+from gradveil.data.pixels import to_unit
 from gradveil.defences.base import Client
 from gradveil.defences.dcs2 import Dcs2
 from gradveil.models.base import Normalisation
@@ -49,7 +50,7 @@ def main() -> None:
     dataset = load_dataset("mnist-5k")
     count = options.images
     places = torch.linspace(0, len(dataset.train) - 1, 2 * count).long().numpy()
-    pixels = torch.from_numpy(dataset.train.images[places]).float() / 255
+    pixels = to_unit(dataset.train.images[places])
     marks = torch.arange(2 * count) % 2 == 0
     data = Batch(pixels, torch.from_numpy(dataset.train.labels[places]), marks)
     sensitive = data[marks]

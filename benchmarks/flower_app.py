@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from torch import Tensor, nn
 
+from gradveil.data.pixels import to_unit
 from gradveil.models import Normalisation, create_model
 from workload import BATCH, CLIENTS, IMAGES, LR, SAMPLED, load
 
@@ -27,7 +28,7 @@ def actor() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     """Load what an actor keeps between messages: model, images, labels and the indices of each client's images."""
     torch.set_num_threads(1)
     data = load()
-    images = Normalisation(data.mean, data.std)(torch.from_numpy(data.train.images).float() / 255)
+    images = Normalisation(data.mean, data.std)(to_unit(data.train.images))
     parts = torch.from_numpy(np.random.default_rng(0).permutation(CLIENTS * IMAGES).reshape(CLIENTS, IMAGES))
     return create_model("lenet5", data.shape, 10, seed=0), images, torch.from_numpy(data.train.labels), parts
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from gradveil import create_model, load_dataset
 from gradveil.attacks.grnn import Grnn
+from gradveil.data.pixels import to_unit
 from gradveil.threat import Observation, ThreatModel
 from gradveil.threat.observe import observe
 from gradveil.types import Batch
@@ -56,7 +57,7 @@ class Published(nn.Module):
 def look(model: str, targets: int) -> Observation:
     """Return what a server sees of ``targets`` clients with one image each."""
     data = load_dataset("mnist-5k")
-    images, labels = torch.from_numpy(data.train.images).float() / 255, torch.from_numpy(data.train.labels)
+    images, labels = to_unit(data.train.images), torch.from_numpy(data.train.labels)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED))[:targets]
     private = [Batch(images[i : i + 1], labels[i : i + 1], torch.ones(1, dtype=torch.bool)) for i in order.tolist()]
     network = create_model(model, data.shape, data.num_classes, SEED).eval()

@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from gradveil import Batch, ThreatModel, build_attack, create_model, load_dataset, observe
+from gradveil.data.pixels import to_unit
 from gradveil.metrics.psnr import Psnr
 
 ATTACK = "gs:iterations=2000,sign=none,schedule=cosine,lr=0.3,tv=1e-6,keep=10"
@@ -18,7 +19,7 @@ SHOWN = (1, 2, 4, 10)
 def main(path: str) -> None:
     """Attack eight digits at once and draw one row for each iterate in ``SHOWN``."""
     digits = load_dataset("mnist-5k")
-    images = torch.from_numpy(digits.train.images[200::500]).float() / 255
+    images = to_unit(digits.train.images[200::500])
     labels = torch.from_numpy(digits.train.labels[200::500])
     private = [Batch(images[i : i + 1], labels[i : i + 1], torch.tensor([True])) for i in range(8)]
     network = create_model("lenet-dlg", digits.shape, 10, seed=0)

@@ -48,13 +48,14 @@ def run_loop(rounds: int) -> list[float]:
     import torch
     from torch import nn
 
+    from gradveil.data.pixels import to_unit
     from gradveil.models import Normalisation, create_model
 
     torch.set_num_threads(1)
     data = load()
     ends = [time.time()]
     normalise = Normalisation(data.mean, data.std)
-    images = normalise(torch.from_numpy(data.train.images).float() / 255)
+    images = normalise(to_unit(data.train.images))
     labels = torch.from_numpy(data.train.labels)
     parts = torch.randperm(len(labels)).split(IMAGES)
     model = create_model("lenet5", data.shape, 10, seed=0)

@@ -34,6 +34,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from gradveil import create_model, load_dataset
+from gradveil.data.pixels import to_unit
 from gradveil.defences.soteria import Soteria, feature_scores
 from gradveil.networks.grads import layer_inputs
 
@@ -43,7 +44,7 @@ SHAPE, CLASSES, SEED = (3, 32, 32), 10, 0
 def look(model: str, images: int) -> tuple[nn.Module, str, Tensor]:
     """Return the network, the name of its last Linear layer, and the images."""
     digits = load_dataset("mnist-5k").train
-    pixels = F.pad(torch.from_numpy(digits.images[:images]).float() / 255, (2, 2, 2, 2)).expand(-1, *SHAPE)
+    pixels = F.pad(to_unit(digits.images[:images]), (2, 2, 2, 2)).expand(-1, *SHAPE)
     network = create_model(model, SHAPE, CLASSES, seed=SEED).eval()
     return network, [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)][-1], pixels
 

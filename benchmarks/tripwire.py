@@ -27,6 +27,7 @@ from torch import nn
 from gradveil import create_model, load_dataset
 from gradveil.attacks.base import Scene, build_attack
 from gradveil.data import Dataset
+from gradveil.data.pixels import to_unit
 from gradveil.engines.tripwire import inspect
 from gradveil.models.base import Normalisation
 from gradveil.types import Batch
@@ -51,7 +52,7 @@ Change = Callable[[nn.Linear, torch.Generator], None]
 
 def batch(dataset: Dataset, first: int, count: int) -> Batch:
     """Return ``count`` training images from ``first`` on."""
-    images = torch.from_numpy(dataset.train.images[first : first + count]).float() / 255
+    images = to_unit(dataset.train.images[first : first + count])
     labels = torch.from_numpy(dataset.train.labels[first : first + count])
     return Batch(images, labels, torch.zeros(len(labels), dtype=torch.bool))
 

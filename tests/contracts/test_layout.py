@@ -22,18 +22,32 @@ DOORS = {"__init__", "tripwire"}
 SOURCE = Path(gradveil.__file__).parent
 
 
-def places_of(path):
-    """Yield the file or folder below gradveil that each import of a file names."""
+def places_of(path, folder=""):
+    """Yield the file or folder below gradveil that each import of a file names; "" is gradveil itself.
+
+    ``folder`` is where the file lies below gradveil, for imports with dots.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gradveil":
-            inside = node.module.split(".")[1:2]
-            yield from inside or [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            module = (node.module or "").split(".")
+            if node.level:
+                package = ["gradveil", *filter(None, folder.split("/"))]
+                module = [*package[: len(package) + 1 - node.level], *filter(None, module)]
+            if module[0] == "gradveil":
+                yield from module[1:2] or [alias.name for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from [alias.name.split(".")[1] for alias in node.names if alias.name.startswith("gradveil.")]
+            names = [alias.name.split(".") for alias in node.names]
+            yield from ["".join(name[1:2]) for name in names if name[0] == "gradveil"]
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.Constant) and str(argument.value).startswith("gradveil"):
+                    yield "".join(str(argument.value).split(".")[1:2])
 
 
 def complaint(place, imported):
     """Say what is wrong with an import, or return "" if it is right."""
+    if not imported:
+        return "imports gradveil as a whole; inside the package, import from the folder where a name lives"
     if imported not in {*FOUNDATION, *ROOMS, *DOORS}:
         return f"imports the public name {imported!r}; inside the package, import it from the folder where it lives"
     if imported in FOUNDATION or imported == place:
@@ -47,7 +61,7 @@ def complaint(place, imported):
 
 def test_every_file_and_folder_has_its_place():
     files = {path.stem for path in SOURCE.glob("*.py")}
-    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    folders = {path.parent.name for path in SOURCE.glob("*/*.py")}
     assert files == FOUNDATION | DOORS
     assert folders == set(ROOMS)
 
@@ -57,7 +71,8 @@ def test_imports_point_back_along_the_way():
     for path in SOURCE.rglob("*.py"):
         place = path.relative_to(SOURCE).parts[0].removesuffix(".py")
         if place not in DOORS:
-            found = [complaint(place, imported) for imported in places_of(path)]
+            folder = path.relative_to(SOURCE).parent.as_posix().strip(".")
+            found = [complaint(place, imported) for imported in places_of(path, folder)]
             wrong += [f"{path.relative_to(SOURCE)} {text}" for text in found if text]
     assert not wrong, "\n".join(wrong)
 
@@ -69,13 +84,18 @@ def test_imports_point_back_along_the_way():
         ("from gradveil.data import Dataset", "storage", "is foundation and imports the folder data"),
         ("from gradveil import Client", "attacks", "imports the public name 'Client'; inside the package, import it"),
         ("import gradveil.tripwire", "cli", "imports the door tripwire"),
+        ("import gradveil", "data", "imports gradveil as a whole"),
+        ("from ..attacks import gs", "data", "imports attacks, which lies behind it"),
+        ("from . import pixels", "data", ""),
+        ("importlib.import_module('gradveil.cli')", "data", "imports cli, which lies behind it"),
         ("from gradveil import errors", "data", ""),
         ("from gradveil.data import Dataset", "cli", ""),
     ],
 )
 def test_a_wrong_import_is_named(tmp_path, code, place, wanted):
     (tmp_path / "some.py").write_text(code)
-    (text,) = [complaint(place, imported) for imported in places_of(tmp_path / "some.py")]
+    folder = place if place in ROOMS else ""
+    (text,) = [complaint(place, imported) for imported in places_of(tmp_path / "some.py", folder)]
     assert text.startswith(wanted)
     assert bool(text) == bool(wanted)
 

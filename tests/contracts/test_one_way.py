@@ -24,3 +24,7 @@ def test_pixels_are_scaled_in_one_file():
     own_scale = {"defences/parts/transforms.py", "attacks/parts/analytic.py", "report/sheets.py"}
     scaling = r"/ ?255|\* ?255|div_?\(255|mul_?\(255"
     assert files_with(scaling) == {"data/pixels.py"} | own_scale
+
+
+def test_clients_are_assembled_in_one_file():
+    assert files_with(r"(?<![\w.])Client\(") == {"federated/client.py"}

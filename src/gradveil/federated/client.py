@@ -54,6 +54,21 @@ class Device:
     aux: Batch | None = None
     folder: PrivateFolder | None = None
 
+    def client(self, module: nn.Module, rng: torch.Generator) -> Client:
+        """Return the client as hooks see it before its first round, when it has received nothing."""
+        return Client(
+            id=self.number,
+            round=1,
+            model=module,
+            start={},
+            data=self.data,
+            public={},
+            state=self.state,
+            rng=rng,
+            aux=self.aux,
+            folder=self.folder,
+        )
+
 
 @dataclass(frozen=True)
 class Streams:
@@ -121,17 +136,11 @@ def play_client(
         watch: called with every batch that the network is about to see.
     """
     net.receive(broadcast.model)
-    client = Client(
-        id=device.number,
+    client = replace(
+        device.client(net.module, streams.hooks),
         round=broadcast.round,
-        model=net.module,
         start=net.shared_tensors(broadcast.model),
-        data=device.data,
         public=broadcast.public,
-        state=device.state,
-        rng=streams.hooks,
-        aux=device.aux,
-        folder=device.folder,
         reports=Reports(defence.reports),
     )
     if not device.prepared:

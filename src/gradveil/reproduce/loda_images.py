@@ -300,7 +300,7 @@ def device(lab: Lab, scene: LodaScene) -> Client:
     network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed)
     rng = stream(lab.seed, "loda", "obscure")
     folder = PrivateFolder(lab.kept / "obscured")  # keeps finished batches if interrupted
-    return Client(0, 1, network, {}, scene.private, {}, {}, rng, scene.public, folder)
+    return Device(scene.private, aux=scene.public, folder=folder).client(network, rng)
 
 
 def shown(lab: Lab, scene: LodaScene, defence: Defence, rounds: int) -> Observation:
