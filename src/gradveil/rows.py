@@ -57,8 +57,8 @@ class Column:
 
         Formats of numbers: digits behind the point, ``%`` (a share), ``+%`` (a difference of shares), ``×`` (a
         multiple), ``g`` (four significant digits), ``of n`` or ``of images`` (a count among the line's n or
-        images), ``interval`` (with the PSNR's 95 % interval) and ``budget`` (an epsilon with its delta). ``short``
-        leaves out intervals and deltas.
+        images), ``interval`` (with its 95 % interval), ``points`` (percentage points, with their 95 % interval) and
+        ``budget`` (an epsilon with its delta). ``short`` leaves out intervals and deltas.
 
         Example:
             >>> Column("accuracy", "number", "Accuracy", format="%").text({"accuracy": 0.9691})
@@ -82,9 +82,11 @@ class Column:
     def _figure(self, value: float, line: Mapping[str, Any], short: bool) -> str:
         if self.format.startswith("of "):
             return f"{value} of {line[self.format[3:]]}"
-        if self.format == "interval":
-            ends = "(1 seed)" if line["psnr_low"] is None else f"[{line['psnr_low']:.2f}, {line['psnr_high']:.2f}]"
-            return f"{value:.2f}" if short else f"{value:.2f} {ends}"
+        if self.format in ("interval", "points"):
+            digits = 2 if self.format == "interval" else 1
+            low, high = (line.get(f"{self.key}_{end}") for end in ("low", "high"))
+            ends = "(1 seed)" if low is None or high is None else f"[{low:.{digits}f}, {high:.{digits}f}]"
+            return f"{value:.{digits}f}" if short else f"{value:.{digits}f} {ends}"
         if self.format == "budget":
             delta = line.get(self.key.replace("epsilon", "delta"))
             return f"{value:.3g}" if delta is None or short else f"{value:.3g} at δ = {delta:.3g}"
@@ -361,6 +363,17 @@ COLUMNS = (
     Column("delta_training", "number", "δ of the training", shown=False, format="g", tables=("price",)),
     Column("accuracy", "number", "Accuracy", "Test accuracy after training with the defence", "%",
            tables=(*_COSTS, "members", "round"), mean=True),
+    Column("accuracy_balanced", "number", "Balanced accuracy", "Mean over the classes of each class's test accuracy",
+           "%", tables=(*_COSTS, "round"), mean=True, later=True),
+    Column("accuracy_majority", "number", "Majority class", "Share of the most frequent class among the test images: "
+           "the accuracy of always naming it", "%", tables=(*_COSTS, "round"), mean=True, later=True),
+    Column("points_lost", "number", "Points lost [95 %]", "Accuracy undefended minus accuracy with the defence, in "
+           "percentage points: mean of the seeds' differences, with its t interval over seeds", "points",
+           tables=("costs", "price")),
+    Column("points_lost_low", "number", "Points lost, low", "Lower end of the interval", "1", shown=False,
+           tables=("costs", "price")),
+    Column("points_lost_high", "number", "Points lost, high", "Upper end of the interval", "1", shown=False,
+           tables=("costs", "price")),
     Column("accuracy_sensitive", "number", "Sensitive accuracy", "Accuracy on the images that are marked sensitive",
            "%", tables=(*_COSTS, "round"), mean=True),
     Column("accuracy_server", "number", "Server's accuracy", "Test accuracy of the server's model with its own random "
@@ -372,8 +385,11 @@ COLUMNS = (
            later=True),
     Column("reports", "mapping", "Reports", "Numbers that the defence reported, means over the clients of a round",
            "note", tables=(*_COSTS, "round"), mean=True, later=True),
-    Column("round_seconds", "number", "s / round", "Seconds per round", "2", tables=_COSTS, mean=True),
-    Column("overhead", "number", "Overhead", "Time of a round, as a multiple of the undefended one", "×",
+    Column("round_seconds", "number", "s / round", "Seconds per round; on a CPU, of computing time", "2",
+           tables=_COSTS, mean=True),
+    Column("round_seconds_undefended", "number", "s / round, undefended", "Seconds per round of the undefended "
+           "training that took turns with this one, by the same clock", "2", tables=_COSTS, mean=True, later=True),
+    Column("overhead", "number", "Overhead", "Seconds per round as a multiple of the undefended ones", "×",
            tables=(*_COSTS, "members"), mean=True),
     Column("rounds", "number", "Rounds", "Rounds of training", "0", shown=False, tables=_COSTS, mean=True),
     Column("unmeasured", "texts", "Not measured", "Why figures are missing", "note", tables=("privacy",), shown=False,

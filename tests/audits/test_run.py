@@ -314,6 +314,7 @@ def test_missing_images_are_computed_again(small, tmp_path):
             {"update": "local", "images": 4, "batch_size": 2},
             "needs local-steps; add --knows labels,local-steps,num-examples",
         ),
+        ({"model": "resnet20", "defences": "clip+dp-sgd"}, "needs per-example gradients.*--batch-norm freeze"),
         ({"defences": "mixup", "images": 3}, "needs clients with 4 images or more, got one with 3"),
         ({"defences": "mixup:k=5", "images": 6, "partition": "iid:images=4"}, "5 images or more, got one with 4"),
         ({"defences": "clip+loda"}, "needs public images, got none"),

@@ -1,6 +1,7 @@
 """The price of a defence: times of the same rounds, and the privacy budget of the worst client."""
 
 import dataclasses
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from gradveil.audits.utility import TIMED_ROUNDS, price_cell
 from gradveil.data import load_dataset
 from gradveil.defences import build_defence
 from gradveil.defences.loda import Loda
+from gradveil.engines.in_process import InProcess
 from gradveil.engines.simulation import Simulation
 
 
@@ -39,9 +41,22 @@ def test_overhead_is_the_ratio_of_the_same_rounds_taken_in_turns(small, clocked)
     rounds = TIMED_ROUNDS + 2
     row = price(small(rounds=rounds), "prune")
     assert row["overhead"] == 3.0
+    assert row["overhead"] == row["round_seconds"] / row["round_seconds_undefended"]
     assert clocked[:4] == [("none", 1), ("prune", 1), ("prune", 2), ("none", 2)]  # the order changes
     assert sum(name == "none" for name, _ in clocked) == TIMED_ROUNDS
     assert [number for name, number in clocked if name == "prune"] == list(range(1, rounds + 1))
+
+
+def test_other_work_on_the_machine_does_not_count(small, monkeypatch):
+    """Rounds are measured in computing time: sleeping, as a process does that waits for a core, takes none."""
+    honest = InProcess.train
+
+    def slow(*arguments):
+        time.sleep(0.5)
+        return honest(*arguments)
+
+    monkeypatch.setattr(InProcess, "train", slow)
+    assert price(small(rounds=1), "none")["round_seconds"] < 0.5
 
 
 def test_none_is_not_trained_twice(small, clocked):
@@ -66,6 +81,8 @@ def test_the_figures_are_those_of_the_training(small):
         last = list(simulation.run())[-1]
     assert (row["accuracy"], row["accuracy_sensitive"]) == (last["accuracy"], last["accuracy_sensitive"])
     assert row["loss"] == last["loss"]
+    for key in ("accuracy_balanced", "accuracy_majority"):
+        assert 0 < row[key] == last[key] < 1
 
 
 def test_the_budget_is_that_of_the_worst_client(small):

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from opacus import GradSampleModule
 from torch import nn
 
+from gradveil.config import TrainSettings
 from gradveil.defences import Arrived, Chain, Client, Releases, build_defence, dp_sgd
 from gradveil.defences.dp_sgd import DpSgd
 from gradveil.defences.parts.accounting import epsilon
 from gradveil.defences.prune import Prune
+from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.federated.client import train_locally
 from gradveil.federated.flat import FlatModel
@@ -294,3 +296,13 @@ def test_the_attacker_clips_its_guess_and_knows_the_noise():
 def test_bad_settings(wrong):
     with pytest.raises(ConfigError, match=wrong.split("=")[0]):
         build_defence(f"dp-sgd:{wrong}")
+
+
+@pytest.mark.parametrize("defence", ["dp-sgd", "clip+dp-sgd"])
+def test_a_training_that_mixes_images_is_refused_before_any_work(defence):
+    settings = TrainSettings(model="resnet20", clients=2, partition="iid:images=8", rounds=1, defence=defence)
+    with pytest.raises(ConfigError, match=r"BatchNorm2d\) mixes images.*Train with --batch-norm freeze"):
+        Simulation(settings, workers=0)
+    for usable in (replace(settings, batch_norm="freeze"), replace(settings, rounds=0)):  # the latter only evaluates
+        with Simulation(usable, workers=0):
+            pass

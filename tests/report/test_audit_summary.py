@@ -6,9 +6,10 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradveil.metrics import schema_of
 from gradveil.report.audit import headline, summarise, utility
 from gradveil.report.headline import sentences
-from gradveil.report.summary import interval, strongest
+from gradveil.report.summary import interval, strongest, with_costs
 
 from .folders import privacy_row, utility_row
 
@@ -82,6 +83,42 @@ def test_utility_is_the_mean_over_seeds():
     assert (a["accuracy"], a["overhead"], a["accuracy_sensitive"], a["epsilon"]) == pytest.approx((0.85, 3, 0.5, 1.5))
     assert a["why"] == "diverged"
     assert (b["defence"], b["accuracy"], b["why"]) == ("b", None, "no memory")
+
+
+def test_points_lost_are_differences_of_the_same_seeds_with_their_interval():
+    """By hand: 2, 4 and 6 points, mean 4, s = 2, t = 4.303, so 4 ± 4.968; a seed without its pair does not count."""
+    none = [utility_row("none", share, seed=seed) for seed, share in enumerate((0.9, 0.8, 0.7))]
+    ours = [utility_row("a", share, seed=seed) for seed, share in enumerate((0.88, 0.76, 0.64, 0.1))]
+    undefended, a = utility([*none, *ours])
+    assert a["points_lost"] == pytest.approx(4)
+    assert (a["points_lost_low"], a["points_lost_high"]) == pytest.approx((4 - 4.9683, 4 + 4.9683), abs=1e-3)
+    assert undefended["points_lost"] is None
+    (line,) = with_costs(summarise([privacy_row("a")]), [a], schema_of())
+    column = schema_of().column("price", "points_lost")
+    assert column.text(line) == "4.0 [-1.0, 9.0]"
+    assert column.text(utility([none[0], ours[0]])[1]) == "2.0 (1 seed)"
+
+
+def test_overhead_is_the_ratio_of_the_times_beside_it():
+    """One clock: of 2 and 107 seconds against 1 and 3.74, the line's overhead is that of its own two means."""
+    rows = [
+        utility_row("a", 0.9, seed=0, round_seconds=2.0, round_seconds_undefended=1.0, overhead=2.0),
+        utility_row("a", 0.9, seed=1, round_seconds=107.0, round_seconds_undefended=3.74, overhead=28.61),
+    ]
+    (line,) = utility(rows)
+    assert line["overhead"] == line["round_seconds"] / line["round_seconds_undefended"]
+    assert line["overhead"] == pytest.approx(109 / 4.74)
+
+
+def test_the_headline_says_that_an_accuracy_is_the_share_of_one_class():
+    rows = [
+        *rows_of("none", [0.9]),
+        *rows_of("a", [0.9]),
+        utility_row("none", 0.9, accuracy_majority=0.625),
+        utility_row("a", 0.625, accuracy_majority=0.625),
+    ]
+    said = "accuracy falls from 90.0 % to 62.5 %, no more than the most frequent class's share of 62.5 %."
+    assert headline(rows).endswith(said)
 
 
 def test_the_strongest_attack_recovers_most():

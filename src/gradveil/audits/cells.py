@@ -22,6 +22,7 @@ from gradveil.engines.devices import defended, local_settings, make_network
 from gradveil.engines.simulation import check_output, chosen_normalisation
 from gradveil.engines.training import single_thread
 from gradveil.errors import ConfigError, GradveilError
+from gradveil.federated.client import check_trainable
 from gradveil.threat import Knowledge, ThreatModel
 
 
@@ -86,6 +87,8 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
         changed = defended(copy.deepcopy(network), defence, settings.seed, "server")
         check_output(changed, dataset.shape, dataset.num_classes, torch.device("cpu"))
         defence.check(changed, dataset.shape)
+        if settings.rounds:
+            check_trainable(changed, defence, local_settings(training))
     if settings.rounds:
         dealt = federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)
         for defence in defences:

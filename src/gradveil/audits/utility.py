@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from gradveil.audits.plan import Cell, Rows, facts_of, finite
 from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset
-from gradveil.defences import Budget
+from gradveil.defences import Budget, Defence
 from gradveil.engines.devices import local_settings
 from gradveil.engines.simulation import Simulation
+from gradveil.federated.protocol import LocalSettings
 from gradveil.progress import tell
 from gradveil.storage import forget_states
 
@@ -25,7 +27,8 @@ def price_cell(
 ) -> Rows:
     """Train under the defence and return one row with its accuracy, time and privacy budget.
 
-    In the first rounds `none` trains too, alternating with the defence, so that a busy machine slows both alike.
+    In the first rounds `none` trains too, alternating with the defence, so that a busy machine slows both alike. On a
+    CPU, rounds are measured by the process's computing time, which other processes hardly change.
     ``clients`` is the folder of the clients' private files; defended images of an earlier try are used again.
     """
     training = settings.training(cell.defence, cell.seed)
@@ -40,9 +43,12 @@ def price_cell(
         defended = Simulation(training, workers=0, dataset=dataset, data_root=root, clients_folder=clients)
         simulation = stack.enter_context(defended)
         runs = [(simulation, ours)]
+        clock = time.process_time if training.device == "cpu" else time.perf_counter
         if cell.defence != "none":
             undefended = Simulation(dataclasses.replace(training, defence="none", aux=""), workers=0, dataset=dataset)
             runs.append((stack.enter_context(undefended), plain))
+        for run, _ in runs:
+            run.clock = clock
         for number in range(1, training.rounds + 1):
             for run, seconds in reversed(runs) if number % 2 else runs:  # they take turns to go first
                 if run is simulation or number <= TIMED_ROUNDS:
@@ -51,15 +57,11 @@ def price_cell(
                     row = last if run is simulation else row
             tell(number / training.rounds)
         budget, why = _worst_budget(simulation), _protected(simulation)
-    ratios = [one / other for one, other in zip(ours, plain, strict=False)]
-    ratios = ratios[1:]  # the first round warms caches
     found = {
-        "accuracy": row["accuracy"],
-        "accuracy_sensitive": row["accuracy_sensitive"],
+        **{key: row[key] for key in ("accuracy", "accuracy_balanced", "accuracy_majority", "accuracy_sensitive")},
         "loss": row["loss"],
         "reports": row.get("reports"),
-        "round_seconds": round(statistics.median(ours), 4),
-        "overhead": 1.0 if not plain else round(statistics.median(ratios), 3) if ratios else None,
+        **_times(ours, plain or ours),
         "rounds": training.rounds,
         "epsilon": finite(budget.epsilon if budget else None),
         "delta": budget.delta if budget else None,
@@ -68,6 +70,21 @@ def price_cell(
         "failed": False,
     }
     return [settings.schema.row("utility", facts_of(cell) | found)]
+
+
+def _times(ours: Sequence[float], plain: Sequence[float]) -> dict[str, float | None]:
+    """Return the medians of both trainings' seconds in the same rounds, without the first, and their ratio.
+
+    The first round warms caches; if it is the only one, the ratio is not known.
+    """
+    rounds = slice(min(1, len(plain) - 1), len(plain))
+    own, undefended = statistics.median(ours[rounds]), statistics.median(plain[rounds])
+    known = len(plain) > 1 and undefended > 0
+    return {
+        "round_seconds": round(own, 6),
+        "round_seconds_undefended": round(undefended, 6),
+        "overhead": 1.0 if ours is plain else round(own / undefended, 3) if known else None,
+    }
 
 
 def _protected(simulation: Simulation) -> str:
@@ -82,6 +99,23 @@ def _worst_budget(simulation: Simulation) -> Budget | None:
     """Return the weakest guarantee of any client that trains in every round, or None if there is none."""
     how, rounds = local_settings(simulation.settings), simulation.settings.rounds
     entries = sum(p.numel() for p in simulation.net.module.parameters() if p.requires_grad)
-    budgets = [simulation.defence.budget(how.releases(size, rounds, entries)) for size in set(simulation.sizes)]
+    return weakest_budget(simulation.defence, how, simulation.sizes, rounds, entries)
+
+
+def weakest_budget(
+    defence: Defence, how: LocalSettings, sizes: Iterable[int], rounds: int = 1, entries: int = 0
+) -> Budget | None:
+    """Return the weakest guarantee of any client that sends ``rounds`` updates, or None if there is none.
+
+    One update of a training has ``rounds=1`` and the same clients, so its epsilon is never above the training's.
+
+    Args:
+        defence: the clients' defence.
+        how: how they train.
+        sizes: the number of images of each client.
+        rounds: the number of updates that each client sends.
+        entries: the number of entries of the model.
+    """
+    budgets = [defence.budget(how.releases(size, rounds, entries)) for size in set(sizes)]
     known = [budget for budget in budgets if budget is not None]
     return max(known, default=None)

@@ -43,6 +43,8 @@ def train_command(
         "out": str(out),
         "rounds": last["round"],
         "accuracy": last["accuracy"],
+        "accuracy_balanced": last.get("accuracy_balanced"),
+        "accuracy_majority": last.get("accuracy_majority"),
         "accuracy_sensitive": last["accuracy_sensitive"],
         "loss": last["loss"],
         "accuracy_own_worst_client": min(row["accuracy_own"] for row in result.clients),

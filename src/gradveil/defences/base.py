@@ -168,6 +168,12 @@ class Defence(Component):
         ``shape`` is (C, H, W) of the images.
         """
 
+    def check_training(self, network: nn.Module) -> None:
+        """Raise `ConfigError` before training if a layer can't be trained under this defence. Not a hook.
+
+        The layers of ``network`` (after ``on_model``) are in the mode in which clients train them.
+        """
+
     def check_images(self, fewest: int, *, aux: bool) -> None:
         """Raise `ConfigError` if the smallest client has too few images, or public images are missing."""
         if fewest < self.fewest_images:

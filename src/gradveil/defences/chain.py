@@ -155,6 +155,11 @@ class Chain(Defence):
         for defence in self.defences:
             defence.check(network, shape)
 
+    def check_training(self, network: nn.Module) -> None:
+        """Let each member check the layers."""
+        for defence in self.defences:
+            defence.check_training(network)
+
     def early_clients(self, num_clients: int) -> tuple[int, ...]:
         """Return the early clients of all members, each once."""
         return tuple(dict.fromkeys(c for defence in self.defences for c in defence.early_clients(num_clients)))

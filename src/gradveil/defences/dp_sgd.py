@@ -16,7 +16,7 @@ from gradveil.defences.clip import clip_rows, row_norms
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.defences.parts.accounting import Budget, Releases, epsilon
-from gradveil.errors import DefenceError
+from gradveil.errors import ConfigError, DefenceError
 from gradveil.networks.grads import example_gradients
 from gradveil.types import Batch, Tensors, Update
 from gradveil.validate import in_range, one_of
@@ -79,6 +79,13 @@ class DpSgd(Defence):
         in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
         one_of("accountant", self.accountant, ["rdp", "prv"])
 
+    def check_training(self, network: nn.Module) -> None:
+        """Raise `ConfigError` if a layer mixes images or tracks their statistics."""
+        try:
+            _refuse_mixing_layers(network)
+        except DefenceError as error:
+            raise ConfigError(str(error)) from error
+
     def on_batch(self, batch: Batch, client: Client) -> Batch:
         """Replace the batch by a Poisson sample of the client's images, which may be empty."""
         if self.sampling == "shuffle":
@@ -125,13 +132,20 @@ class DpSgd(Defence):
         return {"likelihood": Countermove(clipped, "l2", noise), "direction": Countermove(clipped, "cosine")}
 
     def budget(self, releases: Releases) -> Budget | None:
-        """Return the budget by the accountant, or None if there is no noise."""
+        """Return the budget by the accountant, or None if there is no noise.
+
+        It is never below that of one of the updates: ``prv`` alone can be, by its rounding, if budgets are tiny.
+        """
         if self.noise == 0:
             return None
-        rate = min(1.0, releases.batch_size / releases.num_examples)
-        if self.sampling == "poisson":
-            return Budget(epsilon(self.noise, rate, releases.steps, self.delta, self.accountant), self.delta)
-        return Budget(epsilon(self.noise, 1.0, releases.uses, self.delta, self.accountant), self.delta)
+        poisson = self.sampling == "poisson"
+        rate = min(1.0, releases.batch_size / releases.num_examples) if poisson else 1.0
+        steps = releases.steps if poisson else releases.uses
+        one, whole = (
+            epsilon(self.noise, rate, count, self.delta, self.accountant)
+            for count in (steps // max(releases.rounds, 1), steps)
+        )
+        return Budget(max(one, whole), self.delta)
 
     def _clipped_sum(self, batch: Batch, client: Client) -> dict[str, Tensor]:
         """Return the sum of per-example gradients, each scaled down to a norm of at most ``clip``."""

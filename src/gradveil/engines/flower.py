@@ -8,6 +8,7 @@ a folder of the server, and ``data-root``, where the server looks for named data
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +118,8 @@ class FlowerEngine:
         }
         for node, answer in self._ask("evaluate", contents).items():
             facts = config(answer, "facts")
-            scores = map(Score, facts["correct"], facts["loss-sum"], facts["count"])
+            by_class = (_pieces(facts[key], facts["classes"]) for key in ("class-correct", "class-count"))
+            scores = map(Score, facts["correct"], facts["loss-sum"], facts["count"], *by_class)
             for request, score in zip(asked[node], scores, strict=True):
                 totals[request] += score
         return [totals[request] for request in requests]
@@ -214,6 +216,12 @@ def flower_training(
 
 def _say(row: Mapping[str, object] | None, doing: str = "training") -> None:
     LOG.info("%s: %s", doing, {} if row is None else dict(row))
+
+
+def _pieces(numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield consecutive pieces of these lengths."""
+    left = iter(numbers)
+    return (tuple(islice(left, length)) for length in lengths)
 
 
 def _to_config(requests: Sequence[ScoreRequest]) -> ConfigRecord:

@@ -15,8 +15,9 @@ A site's node config says who it is and what it agrees to:
   drawn again for another model can be subtracted.
 
 What leaves a site: the update after ``on_update``, the number of images behind it, the numbers of its images and of its
-marked images, the number of correct answers and the loss of each score, the tripwire's findings, the text of
-gradveil's own errors, and the defence's reports if the site allows them.
+marked images, the number of correct answers and the loss of each score (for test images, the numbers of images and of
+correct answers in each class too), the tripwire's findings, the text of gradveil's own errors, and the defence's
+reports if the site allows them.
 
 Trust: Flower ships the app's code from whoever starts the run, and a site runs it. The checks here stop a curious
 server and a wrong setting, but not a server that sends other code: install gradveil at the site, read the app, and
@@ -221,10 +222,14 @@ def _score(site: _Site, content: RecordDict) -> RecordDict:
         request = ScoreRequest(images, site.number if own else None)
         parts = (devices.score(request, start, number, received) for start in chunks(site.data, request))
         scores.append(sum(parts, Score()))
+    public = [score if images == "test" else Score() for images, score in zip(asked["images"], scores, strict=True)]
     return _facts({
         "correct": [score.correct for score in scores],
         "loss-sum": [score.loss_sum for score in scores],
         "count": [score.count for score in scores],
+        "classes": [len(score.class_count) for score in public],
+        "class-correct": [number for score in public for number in score.class_correct],
+        "class-count": [number for score in public for number in score.class_count],
     })  # fmt: skip
 
 

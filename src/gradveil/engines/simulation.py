@@ -14,11 +14,12 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.federated import FederatedData, federate
 from gradveil.defences import Defence, build_defence
-from gradveil.engines.devices import defended, is_private, make_network, refuse_in_part
+from gradveil.engines.devices import defended, is_private, local_settings, make_network, refuse_in_part
 from gradveil.engines.in_process import InProcess
 from gradveil.engines.training import Row, Training
 from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError
+from gradveil.federated.client import check_trainable
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.server import Engine, Round, last_rounds, learning_rate
 from gradveil.models.base import Normalisation, parse_normalisation
@@ -167,6 +168,8 @@ def server_network(
     module = defended(build_network(), defence, settings.seed, "server").to(device)
     check_output(module, shape, num_classes, device)
     defence.check(module, shape)
+    if settings.rounds:
+        check_trainable(module, defence, local_settings(settings))
     return FlatModel(module, is_private(module, defence, settings))
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,12 @@ class Training:
         engine: plays the clients.
         sizes: number of images of each client.
         has_sensitive: whether any client has images that are marked sensitive.
+
+    Attributes:
+        clock: the clock, in seconds, that measures how long rounds take; by default the time that passes.
     """
+
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -79,7 +84,7 @@ class Training:
             return self._step(number)
 
     def _step(self, number: int) -> tuple[Row, Round]:
-        started = time.perf_counter()
+        started = self.clock()
         self.net.receive(self.net.shared_vector(self.model))
         with hearing() as alarms:
             played = play_round(
@@ -87,7 +92,7 @@ class Training:
                 self.server_state,
             )  # fmt: skip
         self.model = played.model
-        seconds = time.perf_counter() - started
+        seconds = self.clock() - started
         due = number % self.settings.eval_every == 0 or number == self.settings.rounds
         figures = self._evaluate(number, played.clients) if due else dict.fromkeys(_FIGURES)
         row: Row = {
@@ -146,6 +151,8 @@ class Training:
             raise DivergedError(f"The test loss must stay finite, got {loss}: the training diverged. Lower --lr.")
         figures: dict[str, float | None] = dict.fromkeys(_FIGURES)
         figures["accuracy"] = sum(score.accuracy for score in test) / len(test)
+        figures["accuracy_balanced"] = _mean([score.balanced for score in test])
+        figures["accuracy_majority"] = _mean([score.majority for score in test])
         figures["loss"] = loss
         if self._has_sensitive:
             marked = [score.accuracy for score in rest[: len(views)] if score.count]  # a real site scores its own only
@@ -227,7 +234,13 @@ def single_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-_FIGURES = ("accuracy", "loss", "accuracy_sensitive", "accuracy_server")
+_FIGURES = ("accuracy", "accuracy_balanced", "accuracy_majority", "loss", "accuracy_sensitive", "accuracy_server")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean, or None if a value is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

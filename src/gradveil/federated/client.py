@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import torch
 import torch.nn.functional as F
@@ -230,16 +231,46 @@ def _set_mode(module: nn.Module, how: LocalSettings) -> None:
                 layer.eval()
 
 
+def check_trainable(module: nn.Module, defence: Defence, how: LocalSettings) -> None:
+    """Raise `ConfigError` before any work if the defence can't protect local training of this network."""
+    _set_mode(module, how)
+    try:
+        defence.check_training(module)
+    finally:
+        module.eval()
+
+
 @dataclass(frozen=True)
 class Score:
-    """How well a model does on some images. Scores of disjoint sets of images can be added."""
+    """How well a model does on some images. Scores of disjoint sets of images can be added.
+
+    Attributes:
+        correct: the number of correct answers.
+        loss_sum: the sum of the cross-entropies.
+        count: the number of images.
+        class_correct: the number of correct answers for the images of each class; empty if not known.
+        class_count: the number of images of each class; empty if not known.
+
+    Example:
+        >>> both = Score(1, 0.5, 2, (1, 0), (1, 1)) + Score(2, 0.5, 2, (2, 0), (2, 0))
+        >>> both.accuracy, both.balanced, both.majority
+        (0.75, 0.5, 0.75)
+    """
 
     correct: int = 0
     loss_sum: float = 0.0
     count: int = 0
+    class_correct: tuple[int, ...] = ()
+    class_count: tuple[int, ...] = ()
 
     def __add__(self, other: "Score") -> "Score":
-        return Score(self.correct + other.correct, self.loss_sum + other.loss_sum, self.count + other.count)
+        return Score(
+            self.correct + other.correct,
+            self.loss_sum + other.loss_sum,
+            self.count + other.count,
+            _added(self.class_correct, other.class_correct),
+            _added(self.class_count, other.class_count),
+        )
 
     @property
     def accuracy(self) -> float:
@@ -251,6 +282,27 @@ class Score:
         """Return the mean cross-entropy."""
         return self.loss_sum / self.count
 
+    @property
+    def balanced(self) -> float | None:
+        """Return the mean over the classes of each class's share of correct answers, or None if not known."""
+        if not self._knows_classes:
+            return None
+        shares = [right / there for right, there in zip(self.class_correct, self.class_count, strict=True) if there]
+        return sum(shares) / len(shares)
+
+    @property
+    def majority(self) -> float | None:
+        """Return the share of the most frequent class, the accuracy of always naming it, or None if not known."""
+        return max(self.class_count) / self.count if self._knows_classes else None
+
+    @property
+    def _knows_classes(self) -> bool:
+        return self.count > 0 and sum(self.class_count) == self.count
+
+
+def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+
 
 def score(module: nn.Module, batch: Batch) -> Score:
     """Return the score of a network on images with class labels, in evaluation mode."""
@@ -258,4 +310,7 @@ def score(module: nn.Module, batch: Batch) -> Score:
     with torch.no_grad():
         logits = module(batch.images)
         loss = F.cross_entropy(logits, batch.labels, reduction="sum").item()
-        return Score(int((logits.argmax(1) == batch.labels).sum()), loss, len(batch))
+        right = logits.argmax(1) == batch.labels
+        by_class = [torch.bincount(some, minlength=logits.shape[1]) for some in (batch.labels[right], batch.labels)]
+        correct, count = (tuple(numbers.tolist()) for numbers in by_class)
+        return Score(int(right.sum()), loss, len(batch), correct, count)

@@ -28,6 +28,9 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
         points = [(row["round"], 100 * row[key]) for row in rows if row.get(key) is not None]
         if points:
             left.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=label)
+    majority = next((row["accuracy_majority"] for row in rows if row.get("accuracy_majority") is not None), None)
+    if majority is not None and left.lines:
+        left.axhline(100 * majority, color="black", lw=0.8, ls=":", label="most frequent class alone")
     points = [(row["round"], row["loss"]) for row in rows if row.get("loss") is not None]
     if points:
         right.plot(*zip(*points, strict=True), marker=marker, markersize=3, color="tab:red")

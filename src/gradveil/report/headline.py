@@ -33,7 +33,7 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sch
     lines = summarise(rows, schema)
     by_image = any(row.get("images_recognisable") is not None for row in rows)
     noun = "pictures" if images == 1 or by_image else "batches"
-    accuracy = {line["defence"]: line["accuracy"] for line in utility(rows, schema)}
+    costs = {line["defence"]: line for line in utility(rows, schema)}
     names = sorted(dict.fromkeys(line["defence"] for line in lines), key=lambda name: name != "none")
     best = {name: line for name in names if (line := strongest(_of(lines, name)))}
     told = _members(rows, schema)
@@ -52,7 +52,7 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sch
             starts = {most: f"Under all {len(rest)} defences nothing is recognisable; {most} comes nearest:"}
     for name, start in starts.items():
         text = _defended(lines, name, noun, first=not parts)
-        parts.append(f"{start} {text}{_price(accuracy.get('none'), accuracy.get(name))}.")
+        parts.append(f"{start} {text}{_price(costs.get('none'), costs.get(name))}.")
     return parts + _named(lines, list(best)) + _undone(lines, best.get("none"), rest) + _noticed(rows) + told
 
 
@@ -153,14 +153,20 @@ def _got(line: Mapping[str, Any], noun: str) -> str:
     return f"{_score(line)} {noun} are recognisable"
 
 
-def _price(before: float | None, after: float | None) -> str:
-    if after is None:
+def _price(none: Mapping[str, Any] | None, line: Mapping[str, Any] | None) -> str:
+    """Return what a defence costs in accuracy, and whether the model is any better than naming one class always."""
+    after = line["accuracy"] if line else None
+    if line is None or after is None:
         return ""
+    before, majority = none["accuracy"] if none else None, line["accuracy_majority"]
+    guess = ""
+    if majority is not None and after <= majority:
+        guess = f", no more than the most frequent class's share of {percent(majority)}"
     if before is None:
-        return f"; accuracy is {percent(after)}"
+        return f"; accuracy is {percent(after)}{guess}"
     if abs(before - after) < ALIKE:
-        return f"; accuracy is about the same ({percent(after)})"
-    return f"; accuracy {'falls' if after < before else 'rises'} from {percent(before)} to {percent(after)}"
+        return f"; accuracy is about the same ({percent(after)}){guess}"
+    return f"; accuracy {'falls' if after < before else 'rises'} from {percent(before)} to {percent(after)}{guess}"
 
 
 def percent(share: float) -> str:

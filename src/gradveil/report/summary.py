@@ -39,15 +39,33 @@ def summarise(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -
 
 
 def utility(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
-    """Return one line per defence: means over the seeds of what it costs, and the largest epsilon."""
+    """Return one line per defence: means over the seeds of what it costs, and the largest epsilon.
+
+    ``points_lost`` is the mean of the seeds' differences to the undefended accuracy, in percentage points, with its
+    95 % interval (None for one seed). ``overhead`` is the ratio of the line's two times.
+    """
     schema = schema or schema_of()
     lines = []
-    for (defence,), group in _grouped(rows, "utility", schema, lambda row: ()).items():
+    groups = _grouped(rows, "utility", schema, lambda row: ())
+    undefended = [row for row in groups.get(("none",), []) if not row.get("failed")]
+    for (defence,), group in groups.items():
         whole = [row for row in group if not row.get("failed")]
         why = "; ".join(dict.fromkeys(row["why"] for row in group if row.get("why")))
         own = {"defence": defence, "seeds": len(whole), **_budget(whole), "why": why}
-        lines.append(schema.row("costs", _means(whole, "costs", schema) | own))
+        line = _means(whole, "costs", schema) | own | _lost(whole, undefended if defence != "none" else [])
+        if line["round_seconds_undefended"]:
+            line["overhead"] = line["round_seconds"] / line["round_seconds_undefended"]
+        lines.append(schema.row("costs", line))
     return lines
+
+
+def _lost(rows: Sequence[Mapping[str, Any]], undefended: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the percentage points of accuracy that a defence costs, with the interval of the seeds' differences."""
+    before = {row.get("seed"): row["accuracy"] for row in undefended if row.get("accuracy") is not None}
+    pairs = [(before[row.get("seed")], row["accuracy"]) for row in rows if row.get("seed") in before]
+    lost = [100 * (none - own) for none, own in pairs if own is not None]
+    low, high = interval(lost) or (None, None)
+    return {"points_lost": fmean(lost) if lost else None, "points_lost_low": low, "points_lost_high": high}
 
 
 def membership(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
