@@ -213,7 +213,7 @@ def test_a_folder_with_another_run_is_not_changed(gradveil, refused, tmp_path):
 def test_resume_without_options_needs_a_run(refused, tmp_path):
     """A misspelt --out must not start a run with default settings."""
     message = refused("--resume", "--workers", 0, quick=(), out=tmp_path / "no" / "such")
-    assert "such" in message
+    assert "such to resume. Check --out, or give the settings of a new run." in message
     assert not (tmp_path / "no").exists()
 
 
@@ -242,16 +242,16 @@ def test_a_checkpoint_of_another_model_is_refused(gradveil, refused, tmp_path):
     [
         (("--dataset", "mnist5k"), "Unknown dataset 'mnist5k'. Did you mean 'mnist-5k'?"),
         (("--model", "lenet6"), "Unknown model 'lenet6'. Did you mean 'lenet5'?"),
-        (("--model", "mlp:hiden=3"), "Unknown setting of model 'mlp' 'hiden'. Did you mean 'hidden'?"),
+        (("--model", "mlp:hiden=3"), "Model 'mlp' has no setting 'hiden'. Did you mean 'hidden'?"),
         (("--model", "mlp:activation=relux"), "Unknown activation 'relux'. Did you mean 'relu'?"),
         (("--model", "mlp:hidden"), "must be key=value pairs"),
         (("--model", "mlp:hidden=-3"), "hidden must be at least 1, got -3"),
-        (("--model", "lenet5", "--clients", "nan"), "Setting clients of train must be of type int, got 'nan'"),
+        (("--model", "lenet5", "--clients", "nan"), "Setting clients of a training must be of type int, got 'nan'"),
         (("--defence", "nonne"), "Unknown defence 'nonne'. Did you mean 'none'?"),
         (("--defence", "none+nonne"), "Unknown defence 'nonne'. Did you mean 'none'?"),
-        (("--defence", "none:x=1"), "Unknown setting of defence 'none' 'x'."),
+        (("--defence", "none:x=1"), "Defence 'none' has no setting 'x'. Known: none."),
         (("--partition", "dirichlt"), "Unknown partition 'dirichlt'. Did you mean 'dirichlet'?"),
-        (("--partition", "iid:imags=3"), "Unknown setting of partition 'iid' 'imags'. Did you mean 'images'?"),
+        (("--partition", "iid:imags=3"), "Partition 'iid' has no setting 'imags'. Did you mean 'images'?"),
         (("--sampling", "unifrom"), "Unknown sampling 'unifrom'. Did you mean 'uniform'?"),
         (("--weighting", "sized"), "Unknown weighting 'sized'. Did you mean 'size'?"),
         (("--algorithm", "fedsdg"), "Unknown algorithm 'fedsdg'. Did you mean 'fedsgd'?"),
@@ -283,19 +283,19 @@ def test_unknown_names_are_refused_with_a_hint(refused, arguments, message):
         (("--seed", "9" * 400), "seed must be in"),
         (("--seed", -1), "seed must be in"),
         (("--rounds", -1), "rounds must be at least 0, got -1"),
-        (("--rounds", "many"), "Setting rounds of train must be of type int, got 'many'"),
-        (("--rounds", 2.5), "Setting rounds of train must be of type int, got '2.5'"),
+        (("--rounds", "many"), "Setting rounds of a training must be of type int, got 'many'"),
+        (("--rounds", 2.5), "Setting rounds of a training must be of type int, got '2.5'"),
         (("--epochs", 0), "epochs must be at least 1, got 0"),
         (("--batch-size", -2), "batch_size must be at least 0, got -2"),
         (("--lr", "nan"), "got nan"),
         (("--lr", "inf"), "got inf"),
         (("--lr", -0.1), "got -0.1"),
-        (("--lr", ""), "Setting lr of train must be of type float, got ''"),
+        (("--lr", ""), "Setting lr of a training must be of type float, got ''"),
         (("--momentum", 1), "momentum must be in [0, 1), got 1.0"),
         (("--momentum", 0, "--nesterov"), "momentum must be more than 0 for nesterov"),
         (("--weight-decay", "-inf"), "got -inf"),
         (("--lr-steps", "0"), "lr_steps must be at least 1, got 0"),
-        (("--lr-steps", "1/x"), "Setting lr_steps of train must be of type tuple"),
+        (("--lr-steps", "1/x"), "Setting lr_steps of a training must be of type tuple"),
         (("--save-rounds", "4"), "save_rounds must be in [1, 3], got 4"),
         (("--eval-every", 0), "eval_every must be at least 1, got 0"),
         (("--sensitive", "1.5"), "sensitive must be in [0, 1], got 1.5"),
@@ -356,14 +356,14 @@ def test_unknown_options_and_commands_are_bad_usage(gradveil, arguments, hint):
     ("text", "message"),
     [
         ("lr = ", "must be valid TOML"),
-        ("cleints = 3", "Unknown setting of train 'cleints'. Did you mean 'clients'?"),
-        ("epochs = 'one'", "Setting epochs of train must be of type int, got 'one'"),
-        ("lr = true", "Setting lr of train must be of type float, got True"),
+        ("cleints = 3", "A training has no setting 'cleints'. Did you mean 'clients'?"),
+        ("epochs = 'one'", "Setting epochs of a training must be of type int, got 'one'"),
+        ("lr = true", "Setting lr of a training must be of type float, got True"),
         ("lr = nan", "got nan"),
         ("[defence]\nx = 1", "must have a name"),
         ("[defence]\nname = 'nonne'", "Unknown defence 'nonne'"),
-        (f"weight_decay = {'9' * 400}", "Setting weight_decay of train must be of type float"),
-        ("sensitive = 0.1", "Setting sensitive of train must be of type str, got 0.1"),
+        (f"weight_decay = {'9' * 400}", "Setting weight_decay of a training must be of type float"),
+        ("sensitive = 0.1", "Setting sensitive of a training must be of type str, got 0.1"),
     ],
 )
 def test_a_bad_config_is_refused(refused, tmp_path, text, message):
@@ -372,7 +372,7 @@ def test_a_bad_config_is_refused(refused, tmp_path, text, message):
 
 
 def test_a_missing_config_is_refused(refused, tmp_path):
-    assert "must exist, got no such file" in refused("--config", tmp_path / "none.toml")
+    assert "There is no settings file" in refused("--config", tmp_path / "none.toml")
     assert "must be valid TOML" in refused("--config", tmp_path)
 
 
@@ -436,7 +436,7 @@ def test_an_unusable_model_of_the_user_is_refused(refused, tmp_path, name, messa
 
 def test_a_missing_model_file_or_factory_is_refused(refused, tmp_path):
     (tmp_path / "mine.py").write_text(OWN["rubbish"])
-    assert "must be a Python file that exists" in refused("--model", f"{tmp_path}/none.py:factory")
+    assert "There is no file" in refused("--model", f"{tmp_path}/none.py:factory")
     assert "Did you mean 'factory'" in refused("--model", f"{tmp_path}/mine.py:factroy")
     assert "must be a subclass of gradveil's Defence" in refused("--defence", f"{tmp_path}/mine.py:factory")
 
@@ -604,7 +604,7 @@ def test_the_program_in_its_own_process_ends_with_one_line(tmp_path):
     ended = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("ConfigError: lr must be ")
-    assert ended.stderr.endswith(", got nan.\n")
+    assert ended.stderr.endswith(", got nan. Change --lr.\n")
     assert ended.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

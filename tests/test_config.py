@@ -123,19 +123,19 @@ def test_nesterov_needs_momentum():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"cleints": 3}, "Unknown setting of train 'cleints'. Did you mean 'clients'?"),
-        ({"clients": "three"}, "Setting clients of train must be of type int, got 'three'."),
-        ({"clients": 2.5}, "Setting clients of train must be of type int, got 2.5."),
-        ({"clients": True}, "Setting clients of train must be of type int, got True."),
-        ({"lr": "fast"}, "Setting lr of train must be of type float, got 'fast'."),
-        ({"lr": 10**400}, "Setting lr of train must be of type float, got 1000"),
+        ({"cleints": 3}, "A training has no setting 'cleints'. Did you mean 'clients'?"),
+        ({"clients": "three"}, "Setting clients of a training must be of type int, got 'three'."),
+        ({"clients": 2.5}, "Setting clients of a training must be of type int, got 2.5."),
+        ({"clients": True}, "Setting clients of a training must be of type int, got True."),
+        ({"lr": "fast"}, "Setting lr of a training must be of type float, got 'fast'."),
+        ({"lr": 10**400}, "Setting lr of a training must be of type float, got 1000"),
         ({"clients": 0}, "clients must be at least 1, got 0. Change --clients."),
         ({"lr_decay": 2.0}, "lr_decay must be in (0, 1], got 2.0. Change --lr-decay."),
         ({"lr": "1e999"}, "lr must be"),
         ({"lr": "nan"}, "lr must be"),
-        ({"dataset": 5}, "Setting dataset of train must be of type str, got 5."),
-        ({"lr_steps": "1/b"}, "Setting lr_steps of train must be of type tuple, got '1/b'."),
-        ({"nesterov": "maybe"}, "Setting nesterov of train must be of type bool, got 'maybe'."),
+        ({"dataset": 5}, "Setting dataset of a training must be of type str, got 5."),
+        ({"lr_steps": "1/b"}, "Setting lr_steps of a training must be of type tuple, got '1/b'."),
+        ({"nesterov": "maybe"}, "Setting nesterov of a training must be of type bool, got 'maybe'."),
     ],
 )
 def test_bad_values_are_named(values, message):
@@ -175,7 +175,7 @@ def test_invalid_toml_is_refused(tmp_path, text):
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="must exist, got no such file"):
+    with pytest.raises(ConfigError, match="There is no settings file"):
         read_settings(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match=r"must be valid TOML, got: .*directory"):
         read_settings(tmp_path)

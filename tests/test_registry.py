@@ -121,7 +121,7 @@ def test_settings_that_are_not_key_value_pairs_are_refused(spec):
         (Partition, "idd", "Unknown partition 'idd'. Did you mean 'iid'?"),
         (NamedSet, "mnist5k", "Unknown dataset 'mnist5k'. Did you mean 'mnist-5k'?"),
         (Defence, "non", "Unknown defence 'non'. Did you mean 'none'?"),
-        (Partition, "iid:image=3", "Unknown setting of partition 'iid' 'image'. Did you mean 'images'?"),
+        (Partition, "iid:image=3", "Partition 'iid' has no setting 'image'. Did you mean 'images'?"),
         (Partition, "iid:images=x", "Setting images of partition 'iid' must be of type"),
         (Partition, "iid:images=2.5", "Setting images of partition 'iid' must be of type"),
         (Partition, "dirichlet:alpha=big", "Setting alpha of partition 'dirichlet' must be of type float, got 'big'"),
@@ -187,7 +187,7 @@ def test_hyphens_stand_for_underscores_and_unknown_keys_get_a_hint():
         batch_size: int = 1
 
     assert convert(Wide, {"batch-size": "3"}, owner="x") == {"batch_size": 3}
-    with pytest.raises(UnknownNameError, match=r"Unknown setting of x 'batchsize'. Did you mean 'batch_size'\?"):
+    with pytest.raises(UnknownNameError, match=r"X has no setting 'batchsize'. Did you mean 'batch_size'\?"):
         convert(Wide, {"batchsize": "3"}, owner="x")
 
 
@@ -236,8 +236,8 @@ def test_two_files_of_the_same_name_are_distinct(mine, tmp_path):
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        (None, "Mine", "must be a Python file that exists"),
-        (MINE, "Mien", r"Unknown name in .*mine.py 'Mien'. Did you mean 'Mine'\?"),
+        (None, "Mine", "There is no file"),
+        (MINE, "Mien", r"mine.py' defines no 'Mien'. Did you mean 'Mine'\? It defines: LOADED, Mine, Stranger\.$"),
         (MINE, "Stranger", "must be a subclass of gradveil's Defence"),
         (MINE, "LOADED", "must be a subclass of gradveil's Defence"),
         (MINE, "Mine:strenght=1", "Did you mean 'strength'"),
@@ -266,5 +266,5 @@ def test_a_failed_import_leaves_nothing_behind(tmp_path):
 
 
 def test_a_path_too_long_for_the_system_is_refused():
-    with pytest.raises(ConfigError, match="must be a Python file that exists"):
+    with pytest.raises(ConfigError, match="There is no file"):
         load_own("x" * 5000 + ".py:Mine")

@@ -140,7 +140,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             values = tomllib.load(file)
     except FileNotFoundError as error:
-        raise ConfigError(f"Settings file {path} must exist, got no such file. Check the path.") from error
+        raise ConfigError(f"There is no settings file {str(path)!r}. Check the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"Settings file {path} must be valid TOML, got: {error}.") from error
     return {key: _component_text(key, value, path) for key, value in values.items()}
@@ -148,7 +148,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def make_train_settings(values: Mapping[str, object]) -> TrainSettings:
     """Return settings from texts or TOML values; an unknown key is an error with a did-you-mean."""
-    return TrainSettings(**convert(TrainSettings, values, owner="train"))
+    return TrainSettings(**convert(TrainSettings, values, owner="a training"))
 
 
 def with_absolute_paths(settings: TrainSettings) -> TrainSettings:

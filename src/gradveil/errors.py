@@ -23,6 +23,19 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
+def with_choices(wrong: str, name: str, known: Iterable[str], lead: str = "Known") -> str:
+    """Return a message about an unknown name, with the closest known name and all of them.
+
+    Example:
+        >>> with_choices("Model 'mlp' has no setting 'hiden'.", "hiden", ["hidden", "bias"])
+        "Model 'mlp' has no setting 'hiden'. Did you mean 'hidden'? Known: bias, hidden."
+    """
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{wrong}{hint} {lead}: {', '.join(names) or 'none'}."
+
+
 class GradveilError(Exception):
     """Base of all errors that gradveil raises on purpose."""
 
@@ -46,11 +59,17 @@ class UnknownNameError(ConfigError):
         gradveil.errors.UnknownNameError: Unknown model 'lenet6'. Did you mean 'lenet5'? Known: lenet5, mlp.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        names = sorted(known)
-        close = get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(names) or 'none'}.")
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, wrong: str = "", lead: str = "Known") -> None:
+        """Make the message from the parts, with the close match and the known names.
+
+        Args:
+            kind: what was to be named.
+            name: the unknown name.
+            known: the names to choose from.
+            wrong: the first sentence, if it is not "Unknown KIND NAME.".
+            lead: what to write before the known names.
+        """
+        super().__init__(with_choices(wrong or f"Unknown {kind} {name!r}.", name, known, lead))
 
 
 class ThreatModelError(ConfigError):

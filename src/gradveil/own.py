@@ -7,11 +7,12 @@ finds it by a name, as it finds those of the package. Worker processes can't.
 import contextlib
 import hashlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from gradveil.catalogue import FOLDERS, catalogue, kebab
@@ -85,7 +86,7 @@ def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file 
     path_text, _, attribute = reference.rpartition(":")
     path = Path(path_text).expanduser().resolve()
     if not is_file(path):
-        raise ConfigError(f"{path_text!r} must be a Python file that exists, got no such file. Check the path.")
+        raise ConfigError(f"There is no file {path_text!r}. Check the path.")
     module_name = f"{OWN}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     module = sys.modules.get(module_name)
     if module is None:
@@ -101,6 +102,17 @@ def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file 
             del sys.modules[module_name]
             raise ConfigError(f"{path_text!r} failed when imported: {type(error).__name__}: {error}.") from error
     if not hasattr(module, attribute):
-        public = [name for name in vars(module) if not name.startswith("_")]
-        raise UnknownNameError(f"name in {path_text}", attribute, public)
+        wrong = f"{path_text!r} defines no {attribute!r}."
+        raise UnknownNameError("name", attribute, _defined(module), wrong=wrong, lead="It defines")
     return getattr(module, attribute)
+
+
+def _defined(module: ModuleType) -> list[str]:
+    """Return the public names that a module defines itself, without those that it imports."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and (not callable(value) or getattr(value, "__module__", "") == module.__name__)
+    ]

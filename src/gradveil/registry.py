@@ -190,7 +190,8 @@ def convert(cls: type[Any], settings: Mapping[str, object], owner: str) -> dict[
     for key, value in settings.items():
         field = key.replace("-", "_")
         if field not in fields:
-            raise UnknownNameError(f"setting of {owner}", key, fields)
+            wrong = f"{owner[:1].upper()}{owner[1:]} has no setting {key!r}."
+            raise UnknownNameError("setting", key, fields, wrong=wrong)
         try:
             values[field] = _value(value, hints[field])
         except (ValueError, TypeError, OverflowError) as error:
@@ -221,7 +222,7 @@ def _value(value: object, hint: object) -> object:
 
 
 def _number(value: object, *, whole: bool) -> int | float:
-    """Return a number from a text or another number; a truth value is none."""
+    """Return a number from a text or another number. Raise TypeError for a bool."""
     if isinstance(value, bool) or (whole and isinstance(value, float) and not value.is_integer()):
         raise TypeError(value)
     return int(value) if whole else float(value)  # type: ignore[call-overload, arg-type]

@@ -210,7 +210,7 @@ def to_plain(columns: Iterable[Column]) -> list[dict[str, Any]]:
 
 
 def from_plain(values: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Return the columns that `to_plain` wrote; a TypeError or ValueError if they are none."""
+    """Return the columns that `to_plain` wrote. Raise TypeError or ValueError if the values do not describe columns."""
     columns = tuple(Column(**{**value, "tables": tuple(value["tables"])}) for value in values)
     if not all(column.type == "number" and isinstance(column.key, str) for column in columns):
         raise ValueError("A metric's column must hold numbers.")

@@ -81,7 +81,7 @@ def test_a_failed_cell_exits_with_1_and_its_reason_and_other_rows_are_kept(gradv
         (["--defences", ""], "ConfigError: defences must name at least one, got an empty list."),
         (["--defences", "prun"], "ConfigError: Unknown defence 'prun'. Did you mean 'prune'?"),
         (["--attacks", ""], "ConfigError: attacks must name at least one, got an empty list."),
-        (["--targets", "x"], "ConfigError: Setting targets of audit must be of type int, got 'x'."),
+        (["--targets", "x"], "ConfigError: Setting targets of an audit must be of type int, got 'x'."),
         (["--workers", "-1"], "ConfigError: workers must be at least 0, got -1."),
         (["--device", "gpu"], "ConfigError: device must be one that torch can use here"),
     ],

@@ -25,7 +25,7 @@ def test_an_empty_list_is_refused(kind, empty):
         ({"defences": "prunee"}, UnknownNameError, "Did you mean 'prune'"),
         ({"defences": "prune:fractio=1"}, UnknownNameError, "Did you mean 'fraction'"),
         ({"attacks": "gss"}, UnknownNameError, "Did you mean 'gs'"),
-        ({"knows": "label"}, ThreatModelError, "Unknown knowledge 'label'"),
+        ({"knows": "label"}, ThreatModelError, "Unknown knowledge 'label'. Did you mean 'labels'?"),
         ({"knows": "labels,defence"}, ConfigError, "--adaptive"),
         ({"targets": 0}, ConfigError, r"targets must be in \[1, 100000\], got 0\. Change --targets\.$"),
         ({"clients": 0}, ConfigError, r"clients must be at least 1, got 0\. Change --clients\.$"),

@@ -37,8 +37,8 @@ class TestDataset:
                 r"training images of data set 'x' must have labels in 0\.\.9, got 10",
             ),
             (split(), split(1, labels=[-1]), r"test images .* got -1"),
-            (split(0), split(), "training images of data set 'x' must be at least one"),
-            (split(), split(0), "test images .* must be at least one"),
+            (split(0), split(), "There must be at least one training image in data set 'x', got none"),
+            (split(), split(0), "There must be at least one test image"),
             (split(), split(shape=(1, 3, 4)), "must have one shape"),
             (split(labels=[1, 2]), split(), "one label each"),
             (split(dtype=np.float64), split(), "uint8 or float32"),
@@ -417,7 +417,7 @@ class TestOwn:
     def test_unknown_names(self, tmp_path):
         with pytest.raises(UnknownNameError, match="Did you mean 'cifar10'"):
             load_dataset("cifar-10", tmp_path)
-        with pytest.raises(UnknownNameError, match="setting of dataset 'cifar10'"):
+        with pytest.raises(UnknownNameError, match="Dataset 'cifar10' has no setting 'size'"):
             load_dataset("cifar10:size=3", tmp_path)
         for text in ("", "  "):
             with pytest.raises(ConfigError, match="got nothing"):

@@ -102,7 +102,7 @@ class TestFetch:
     def test_offline(self, server, tmp_path, monkeypatch):
         monkeypatch.setenv("GRADVEIL_OFFLINE", "1")
         server.bodies["/a"] = BODY
-        with pytest.raises(MissingDataError, match="GRADVEIL_OFFLINE"):
+        with pytest.raises(MissingDataError, match="GRADVEIL_OFFLINE is set, so it is not downloaded"):
             ensure(RemoteFile(f"{server.url}/a", "a", md5(BODY)), tmp_path)
         assert server.hits == []
 

@@ -98,11 +98,11 @@ def test_wrong_factories_are_explained(own, name, message):
 def test_missing_names_and_files_are_explained(own, tmp_path):
     with pytest.raises(UnknownNameError, match="Did you mean 'takes_both'"):
         create_model(f"{own}:take_both", (1, 4, 4), 3, seed=0)
-    with pytest.raises(ConfigError, match="must be a Python file that exists"):
+    with pytest.raises(ConfigError, match="There is no file"):
         create_model(f"{tmp_path}/none.py:net", (1, 4, 4), 3, seed=0)
     with pytest.raises(UnknownNameError, match=r"Unknown model 'lenet6'\. Did you mean 'lenet5'"):
         create_model("lenet6", (1, 28, 28), 3, seed=0)
-    with pytest.raises(UnknownNameError, match=r"Unknown setting of model 'convnet' 'widht'\. Did you mean 'width'"):
+    with pytest.raises(UnknownNameError, match=r"Model 'convnet' has no setting 'widht'\. Did you mean 'width'"):
         create_model("convnet:widht=3", (1, 28, 28), 3, seed=0)
 
 

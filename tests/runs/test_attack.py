@@ -327,7 +327,7 @@ def test_several_local_steps_need_their_settings(files):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_clases": 4}, "Unknown setting of the specification 'num_clases'. Did you mean 'num_classes'?"),
+        ({"num_clases": 4}, "The specification has no setting 'num_clases'. Did you mean 'num_classes'?"),
         ({"shape": None, "kind": None}, "must state model, shape, num_classes, kind, got no shape and no kind"),
         ({"shape": [8, 8]}, "shape must be channels, height and width"),
         ({"shape": [1, 0, 8]}, "shape must be channels, height and width"),
@@ -368,7 +368,7 @@ def test_a_specification_that_is_no_toml(files, gradveil):
     assert (code, out) == (2, "")
     assert "must be valid TOML" in err
     (files.folder / "spec.toml").unlink()
-    assert "must exist, got no such file" in gradveil(*arguments)[2]
+    assert "There is no " in gradveil(*arguments)[2]
     assert not files.out.exists()
 
 
@@ -379,11 +379,11 @@ def test_a_specification_that_is_no_toml(files, gradveil):
         (("--attack", "gs:iteratoins=3"), "Did you mean 'iterations'?"),
         (("--seed", -1), "seed must be in [0, "),
         (("--device", "gpu"), "device must be one that torch can use here, got 'gpu'"),
-        (("--update", "/nowhere/u.safetensors"), "/nowhere/u.safetensors must exist, got no such file"),
-        (("--model-file", "/nowhere/m.safetensors"), "/nowhere/m.safetensors must exist, got no such file"),
-        (("--truth", "/nowhere/t.npz"), "/nowhere/t.npz must exist, got no such file"),
+        (("--update", "/nowhere/u.safetensors"), "There is no file '/nowhere/u.safetensors'. Check the path."),
+        (("--model-file", "/nowhere/m.safetensors"), "There is no file '/nowhere/m.safetensors'."),
+        (("--truth", "/nowhere/t.npz"), "There is no file '/nowhere/t.npz'."),
         (("--model-file", "m.pth"), "safetensors.torch.save_file(tensors_by_name, 'm.safetensors')"),
-        (("--update", "x" * 300), "must exist, got no such file"),
+        (("--update", "x" * 300), "There is no "),
     ],
 )
 def test_bad_arguments(refused, more, message):

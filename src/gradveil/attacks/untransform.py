@@ -118,9 +118,10 @@ def _agreed(images: Tensor, known: Tensor, error: Tensor) -> Tensor:
 
 
 def _matched(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return which of our images each of theirs is, (B,), by optimal assignment on correlations of known pixels.
+    """Return, for each guess of another round, the index (B,) of the same image in the model.
 
-    A wrong guess of brightness or contrast does not change a correlation. Unknown pixels are NaN.
+    It is found by optimal assignment on correlations of known pixels. A wrong guess of brightness or contrast does not
+    change a correlation. Unknown pixels are NaN.
     """
     a, b = ours.flatten(1).nan_to_num(0.0), theirs.flatten(1).nan_to_num(0.0)
     m, n = ours.flatten(1).isfinite().to(a), theirs.flatten(1).isfinite().to(b)

@@ -139,7 +139,7 @@ def _begin(
     if folder.holds_run() and not resume:
         raise RunFolderError(
             f"{folder.path} must be new or empty, got a folder that holds a run. "
-            "Add --resume to continue it, or choose another --out."
+            "Add --resume (in Python: resume=True) to continue it, or choose another --out."
         )
     private = private_batches(settings, dataset)
     attacks = [build_any_attack(spec) for spec in settings.attacks]

@@ -128,7 +128,7 @@ def make_audit_settings(values: Mapping[str, object]) -> AuditSettings:
         for key, value in values.items()
         if key not in FACTS
     }
-    settings = AuditSettings(**convert(AuditSettings, split, owner="audit"))
+    settings = AuditSettings(**convert(AuditSettings, split, owner="an audit"))
     return replace(
         settings,
         dataset=absolute_dataset(settings.dataset),

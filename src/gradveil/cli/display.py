@@ -30,7 +30,7 @@ def print_json(document: object) -> None:
 
 
 def show(table: "Table", width: int = 1000) -> None:
-    """Print a table on stdout, as wide as the terminal, or at most ``width`` characters if stdout is none."""
+    """Print a table on stdout, as wide as the terminal, or at most ``width`` characters if stdout is not a terminal."""
     from rich.console import Console
 
     for column in table.columns:

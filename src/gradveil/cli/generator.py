@@ -41,7 +41,7 @@ def train_generator_command(
     if "dataset" not in given:
         raise ConfigError("A generator needs public images, got none. Add --dataset (see `gradveil list datasets`).")
     given["dataset"] = absolute_dataset(str(given["dataset"]))
-    settings = GeneratorSettings(**convert(GeneratorSettings, given, owner="train-generator"))
+    settings = GeneratorSettings(**convert(GeneratorSettings, given, owner="a generator's training"))
     dataset, started = load_dataset(settings.dataset, data_root), time.perf_counter()
     with bar("steps") as move, contextlib.redirect_stdout(sys.stderr):
         network = train_generator(

@@ -66,7 +66,10 @@ class Dataset:
                     f"{what} must be uint8 or float32 of shape (N, C, H, W), got {images.dtype} {images.shape}."
                 )
             if len(images) == 0:
-                raise DataError(f"{what} must be at least one, got none. Add images to that split.")
+                raise DataError(
+                    f"There must be at least one {part} image in data set {self.name!r}, got none. "
+                    "Add images to that split."
+                )
             if labels.shape != (len(images),):
                 raise DataError(
                     f"{what} must have one label each, got {len(images):,} images and labels {labels.shape}."

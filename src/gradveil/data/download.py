@@ -94,7 +94,7 @@ def _fetch(file: RemoteFile, root: Path) -> None:
     if not file.direct:
         raise missing(file, root, "its authors publish it without a direct link")
     if os.environ.get("GRADVEIL_OFFLINE", "0") not in {"", "0"}:
-        raise missing(file, root, "GRADVEIL_OFFLINE forbids to fetch it")
+        raise missing(file, root, "GRADVEIL_OFFLINE is set, so it is not downloaded")
     if not file.url.startswith(("https://", "http://")):
         raise missing(file, root, "only http and https addresses are fetched")
     target = root / file.path

@@ -50,7 +50,7 @@ def read_pictures(
             )
         stacked[index] = image  # a grey picture fills all three channels
     if stacked is None:
-        raise DataError("Pictures must be at least one, got none.")
+        raise DataError("There must be at least one picture, got none.")
     return stacked
 
 

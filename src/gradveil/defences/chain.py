@@ -96,8 +96,8 @@ class Chain(Defence):
             if defence.takes_own_gradient and before.overrides("on_gradient"):
                 lost = f", though {before.name!r} reads the images, so that no guarantee is left"
                 raise ConfigError(
-                    f"{defence.name!r} must come before {before.name!r} in a chain, for it computes the gradient from "
-                    f"the images again, got {self.spec!r}. Swap them{'' if before.post_processing else lost}."
+                    f"{defence.name!r} must come before {before.name!r} in a chain, because it computes the gradient "
+                    f"from the images again, got {self.spec!r}. Swap them{'' if before.post_processing else lost}."
                 )
 
     @property

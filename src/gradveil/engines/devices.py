@@ -211,7 +211,8 @@ class Devices:
         saved = folder.load_state(round_number) if self._stateful else None
         if self._server_private:
             if saved is None:
-                seed = secrets.randbits(256) if folder.begins_anew else self._seed  # the run's draws the old ones
+                # the run's seed draws the same tensors as before
+                seed = secrets.randbits(256) if folder.begins_anew else self._seed
                 self._net.set_private(self._flat(f"client {number}", seed).private_tensors())
             else:
                 self._set_private(saved, number, folder)

@@ -90,7 +90,7 @@ class RunFolder:
         if self.holds_run() and not resume:
             raise RunFolderError(
                 f"{self.path} must be new or empty, got a folder that holds a run. "
-                "Add --resume to continue it, or choose another --out."
+                "Add --resume (in Python: resume=True) to continue it, or choose another --out."
             )
         self._check_same_run(settings)
         self._identity = {"data": fingerprint, "settings": settings_hash(settings)}
@@ -178,7 +178,7 @@ def fingerprint(dataset: Dataset | FederatedData, files: Iterable[str]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for path in filter(None, files):
         if not is_file(Path(path)):
-            raise ConfigError(f"{path} must be a file that exists, got no such file.")
+            raise ConfigError(f"There is no file {str(path)!r}. Check the path.")
         digest.update(Path(path).read_bytes())
     for split in (dataset.train, dataset.test):
         digest.update(repr((split.images.shape, str(split.images.dtype))).encode())

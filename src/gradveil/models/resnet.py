@@ -175,5 +175,5 @@ class _Subsample(nn.Module):
 
 
 def _project(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """He's option B: a 1x1 convolution with BatchNorm."""
+    """Return He's option B: a 1x1 convolution with BatchNorm."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(outputs))

@@ -222,7 +222,7 @@ def _check_file(path: Path) -> None:
             f"{path.with_suffix('.safetensors').name!r})."
         )
     if not is_file(path):
-        raise ConfigError(f"{path} must exist, got no such file. Check the path.")
+        raise ConfigError(f"There is no file {str(path)!r}. Check the path.")
 
 
 def _read_arrays(path: Path) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ def given_settings(
     given = {key: value for key, value in options.items() if value is not None}
     saved = read_settings(out / "settings.toml") if resume and os.path.exists(out / "settings.toml") else {}
     if resume and not (saved or given or config):
-        raise ConfigError(f"--resume alone needs a run in {out}, got none there. Check --out, or give the settings.")
+        raise ConfigError(f"There is no run in {out} to resume. Check --out, or give the settings of a new run.")
     if saved and ("kind" in saved) != (kind == "audit"):
         raise RunFolderError(
             f"{out} must hold a run of gradveil {kind} to continue, got another kind of run. Choose another --out."

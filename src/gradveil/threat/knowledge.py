@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from gradveil.defences.base import Defence
-from gradveil.errors import ThreatModelError
+from gradveil.errors import ThreatModelError, with_choices
 from gradveil.federated.protocol import LocalSettings
 from gradveil.types import Batch
 
@@ -59,7 +59,7 @@ class ThreatModel:
         known = {knowledge.value: knowledge for knowledge in Knowledge}
         for name in names:
             if name not in known:
-                raise ThreatModelError(f"Unknown knowledge {name!r}. Known: {', '.join(known)}.")
+                raise ThreatModelError(with_choices(f"Unknown knowledge {name!r}.", name, known))
         return ThreatModel(frozenset(known[name] for name in names))
 
     @property

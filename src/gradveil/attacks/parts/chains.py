@@ -140,7 +140,10 @@ def largest_row(matrix: Tensor) -> Tensor:
 
 
 def _patches(layer: Layer) -> tuple[Tensor, int]:
-    """Return which input entry each weight of a channel sees at each position, and the number of entries (= none)."""
+    """Return the input entry that each weight of a channel sees at each position, and the number of entries.
+
+    Entries are given by their index; the index equal to the number of entries means padding.
+    """
     count = torch.Size(layer.shape).numel()
     if isinstance(layer.module, nn.Linear):
         return torch.arange(count)[:, None], count

@@ -38,7 +38,7 @@ class SearchLayout:
         return sum(self.sizes.values())
 
     def __contains__(self, name: str) -> bool:
-        """Whether the part is searched."""
+        """Return whether the part is searched."""
         return name in self.sizes
 
     def slice_of(self, name: str) -> slice:
