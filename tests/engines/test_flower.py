@@ -456,6 +456,22 @@ def test_sensitive_images_are_counted_and_scored_at_their_site(settings, tmp_pat
     assert row["accuracy_sensitive"] in (0, 0.5, 1)  # client 1's two, with its own key; the others have none
 
 
+def test_classes_are_counted_on_test_images_only(settings, tmp_path):
+    """How many of a site's private images are of which class stays at the site."""
+    settings = replace(settings, defence="fedkl:length=8", model="lenet5", rounds=1, sensitive="1:0/3")
+    grid = LocalGrid(settings, tmp_path)
+    data = load_dataset(settings.dataset)
+    (row,), _, _ = play(flower_training(grid, settings, data))
+    assert row["accuracy_majority"] == np.bincount(data.test.labels).max() / len(data.test)
+    contents = [message_from_proto(ProtoMessage.FromString(sent)).content.config_records for sent in grid.came]
+    scores = [content["facts"] for content in contents if "class-count" in content["facts"]]
+    assert any(facts["classes"] for facts in scores)
+    for facts in scores:
+        known = [count for count, classes in zip(facts["count"], facts["classes"], strict=True) if classes]
+        assert set(known) <= {len(data.test)}
+        assert sum(facts["class-count"]) == sum(known)
+
+
 def test_a_private_folder_is_required(settings, tmp_path):
     grid = LocalGrid(settings, tmp_path, **{"private-folder": ""})
     with pytest.raises(ConfigError, match="private-folder in a node's config must name a folder"):

@@ -1,4 +1,4 @@
-from gradveil.reproduce.timing import overhead, seconds_in_turns
+from gradveil.reproduce.timing import overhead, round_seconds, seconds_in_turns
 
 
 class Recorded:
@@ -20,6 +20,11 @@ def test_every_round_starts_with_another_simulation():
     assert "".join(name for _, name in diary) == "bca" + "cab" + "abc"
     assert [number for number, _ in diary] == [1] * 3 + [2] * 3 + [3] * 3
     assert heard == [1 / 3, 2 / 3, 1.0]
+
+
+def test_overhead_is_the_ratio_of_the_times_beside_it():
+    ours, plain = [9.0, 2.0, 3.0, 2.2], [1.0, 1.0, 1.0, 2.0]
+    assert overhead(ours, plain) == round_seconds(ours) / round_seconds(plain) == 2.2
 
 
 def test_overhead_leaves_out_the_first_round_unless_it_is_the_only_one():

@@ -1,6 +1,5 @@
 """Trainings under Model Entanglement: its cost in accuracy and time, compared with other defences."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.engines.simulation import Simulation
 from gradveil.reproduce.base import Lab, Result, rounded
-from gradveil.reproduce.timing import overhead, seconds_in_turns
+from gradveil.reproduce.timing import overhead, round_seconds, seconds_in_turns
 from gradveil.reproduce.trainings import thinned, trained
 
 DIRICHLET, EXTREME = "dirichlet:alpha=0.5", "label-parts"
@@ -214,7 +213,7 @@ def figure_5c(lab: Lab) -> Result:
     data = images(lab, "mnist")
     seconds = measure_rounds(lab, data, rounds)
     rows = [
-        {"defence": DEFENCES[name], "paper_name": name, "round_seconds": rounded(statistics.median(own)),
+        {"defence": DEFENCES[name], "paper_name": name, "round_seconds": rounded(round_seconds(own)),
          "times_fedavg": rounded(overhead(own, seconds["FedAvg"])), "paper_seconds_of_50_rounds": PAPER_SECONDS[name],
          "paper_times_fedavg": rounded(PAPER_SECONDS[name] / PAPER_SECONDS["FedAvg"])}
         for name, own in seconds.items()

@@ -22,7 +22,7 @@ from gradveil.federated.client import Score, score
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
 from gradveil.reproduce.fedkl_attacks import table_6, table_7
-from gradveil.reproduce.timing import overhead, seconds_in_turns
+from gradveil.reproduce.timing import overhead, round_seconds, seconds_in_turns
 from gradveil.reproduce.trainings import thinned, trained
 from gradveil.storage import PrivateFolder
 from gradveil.types import Tensors
@@ -283,13 +283,13 @@ def times(lab: Lab) -> Result:
         found = measure_rounds(lab, task._replace(rounds=rounds), data)
         for name, own in found.items():
             rows.append(
-                {"task": task.paper, "training": name, "round_seconds": rounded(statistics.median(own)),
+                {"task": task.paper, "training": name, "round_seconds": rounded(round_seconds(own)),
                  "times_fedavg": rounded(overhead(own, found["FedAvg"])),
                  "times_with_batch_norm": rounded(overhead(own, found.get("FedAvg, BatchNorm", found["FedAvg"])))}
             )  # fmt: skip
         notes.append(f"{task.model}, {len(data.train):,} images on {CLIENTS} clients, {rounds} rounds.")
     notes.append(
-        "Median ratios over the rounds after the first; the order of the contenders changes every round. lenet5 has no "
+        "Medians over the rounds after the first; the order of the contenders changes every round. lenet5 has no "
         "normalisation, and the lock adds BatchNorm: `FedAvg, BatchNorm` has BatchNorm without a lock, and `FedKL, no "
         "normalisation` is the paper's Eq. 30 as written. The paper gives no figures; it claims a minimal cost."
     )

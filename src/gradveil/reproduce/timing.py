@@ -21,12 +21,16 @@ def seconds_in_turns(
     return seconds
 
 
+def round_seconds(seconds: Sequence[float]) -> float:
+    """Return the median seconds per round, without the first round, which warms caches."""
+    return statistics.median(seconds[1:] or seconds)
+
+
 def overhead(ours: Sequence[float], plain: Sequence[float]) -> float:
-    """Return the median ratio of round times, without the first round, which warms caches.
+    """Return the ratio of both trainings' `round_seconds`, so that a table's times and ratios agree.
 
     Example:
         >>> overhead([9.0, 2.0, 3.0, 2.2], [1.0, 1.0, 1.0, 2.0])
-        2.0
+        2.2
     """
-    ratios = [one / other for one, other in zip(ours, plain, strict=True)]
-    return statistics.median(ratios[1:] or ratios)
+    return round_seconds(ours) / round_seconds(plain)
