@@ -647,3 +647,22 @@ def test_an_edited_model_file_is_not_resumed(tmp_path, monkeypatch, capsys):
             cli.main()
         assert stop.value.code == expected
     assert "own files" in capsys.readouterr().err
+
+
+def test_a_training_that_learns_nothing_warns_early_and_at_the_end_on_stderr(gradveil, tmp_path):
+    quick = (*QUICK[:-4], "--workers", 0, "--rounds", 7, "--lr", 1e-9)
+    ended = gradveil("train", *quick, "--out", tmp_path / "run", "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["warning"].startswith("The training has not learned anything: after 7 rounds")
+    assert [f"after {n} rounds" in ended.err for n in (4, 5, 6, 7)] == [False, True, False, True]
+    assert json.loads(gradveil("train", *QUICK, "--out", tmp_path / "short", "--json").out)["warning"] is None
+
+
+def test_an_audit_without_a_trained_model_says_that_the_price_is_not_known(gradveil, tmp_path):
+    few = ("--partition", "iid:images=20", "--clients", 2, "--rounds", 1, "--targets", 1, "--workers", 0, "--lr", 1e-9)
+    attack = ("--defences", "prune", "--attacks", "gs:iterations=1")
+    ended = gradveil("audit", *few, *attack, "--model", "logistic", "--out", tmp_path / "run", "--json")
+    assert ended.code == 0, ended.err
+    assert all("price not known" in line["why"] for line in json.loads(ended.out)["utility"])
+    assert "Warning: none: price not known: the undefended training did not learn" in ended.err
+    assert "What defences cost is not known" in (tmp_path / "run" / "report.html").read_text()

@@ -379,6 +379,8 @@ COLUMNS = (
     Column("accuracy_server", "number", "Server's accuracy", "Test accuracy of the server's model with its own random "
            "private part", "%", tables=("round",), later=True),
     Column("loss", "number", "Loss", "Loss on the test images", "g", tables=("utility", "round")),
+    Column("at_chance", "flag", "At chance", "Whether test loss and accuracy are no better than those of a guess",
+           shown=False, tables=("utility", "costs", "round"), later=True),
     Column("lr", "number", "Learning rate", "", "g", tables=("round",)),
     Column("clients", "index", "Clients", "Clients that trained in the round", "0", tables=("round",), shown=False),
     Column("tripwire_warnings", "index", "Tripwire warnings", "Clients that found a trap", "0", tables=("round",),

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from gradveil.audits import utility
+from gradveil.audits import make_audit_settings, utility
 from gradveil.audits.plan import Cell
 from gradveil.audits.utility import TIMED_ROUNDS, price_cell
 from gradveil.data import load_dataset
@@ -116,3 +116,11 @@ def test_obscured_images_are_reused_but_states_are_not(small, tmp_path, monkeypa
     again = price(settings, defence, tmp_path / "clients")
     assert made == []
     assert (again["accuracy"], again["loss"]) == (first["accuracy"], first["loss"])
+
+
+@pytest.mark.parametrize(("lr", "guessed"), [(1e-9, True), (0.05, False)])
+def test_a_price_says_whether_the_training_learned(lr, guessed):
+    settings = make_audit_settings(
+        {"dataset": "mnist-5k", "model": "logistic", "partition": "iid:images=60", "clients": 2, "rounds": 2, "lr": lr}
+    )
+    assert price(settings, "none")["at_chance"] is guessed

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from gradveil.metrics import schema_of
 from gradveil.report.audit import headline, summarise, utility
 from gradveil.report.headline import sentences
+from gradveil.report.plane import points
+from gradveil.report.sections import plane_section
 from gradveil.report.summary import interval, strongest, with_costs
 
 from .folders import privacy_row, utility_row
@@ -241,3 +243,30 @@ def test_headlines_of_other_audits():
     assert (
         headline([privacy_row(ssim=None, psnr=12.34)]) == "Undefended, pictures come back with a mean PSNR of 12.3 dB."
     )
+
+
+class TestTrainingsThatDidNotLearn:
+    def rows(self, **guessed):
+        attacks = [*rows_of("none", [0.9]), *rows_of("prune", [0.2])]
+        return attacks + [utility_row(name, 0.1, at_chance=guess) for name, guess in guessed.items()]
+
+    def test_without_an_undefended_model_no_price_is_known(self):
+        rows = self.rows(none=True, prune=False)
+        assert all(line["why"].startswith("price not known: the undefended training did not") for line in utility(rows))
+        assert [line["points_lost"] for line in utility(rows)] == [None, None]
+        text = headline(rows)
+        assert "What defences cost is not known: the undefended training did not learn." in text
+        assert "accuracy" not in text
+        assert points(summarise(rows), utility(rows), schema_of().column("privacy", "psnr")) == []
+        section = plane_section(summarise(rows), utility(rows), schema_of())
+        assert "there are none: the undefended training did not learn" in section
+        assert "prune: price not known" in section
+
+    def test_a_defence_that_stops_learning_has_a_price(self):
+        none, prune = utility(rows := self.rows(none=False, prune=True))
+        assert none["why"] == ""
+        assert prune["why"] == "the training under this defence did not learn: it is no better than a guess"
+        assert "not known" not in headline(rows)
+
+    def test_rows_of_earlier_versions_are_taken_to_have_learned(self):
+        assert [line["why"] for line in utility([utility_row(), utility_row("prune")])] == ["", ""]

@@ -94,6 +94,13 @@ def test_warnings_of_the_tripwire_are_counted_in_rows_and_at_the_top(tmp_path):
     assert warnings_of([ROWS[0], ROWS[1] | {"tripwire_warnings": 1}]).endswith(": 1 warning in 1 of 1 rounds.")
 
 
+def test_a_training_that_did_not_learn_says_so_at_the_top(tmp_path):
+    assert "has not learned" not in page(tmp_path)[0]
+    text, _ = page(tmp_path, rows=[ROWS[0], ROWS[1] | {"at_chance": True}])
+    assert text.index("<strong>The training has not learned anything: after 2 rounds") < text.index("<img")
+    assert "has not learned" not in page(tmp_path, rows=[ROWS[0] | {"at_chance": True}, ROWS[1]])[0]  # it did later
+
+
 def test_a_field_that_is_no_column_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="got 'odd'"):
         page(tmp_path, rows=[ROWS[0] | {"odd": 1}])

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ import gradveil.runs.train
 from gradveil import cli
 from gradveil.config import TrainSettings, make_train_settings, read_settings
 from gradveil.errors import DivergedError, RunFolderError
+from gradveil.report.training import rewrite_page
 from gradveil.runs.train import train
 from gradveil.storage import read_metadata
 
@@ -565,3 +567,22 @@ def test_a_folder_in_use_is_refused_and_ctrl_c_ends_cleanly(tmp_path, monkeypatc
     assert "run again with --resume" in err
     assert finished(out) > 0
     assert Path(out / "settings.toml").exists()
+
+
+def test_a_training_that_learns_nothing_says_so_in_rows_result_and_page(small, tmp_path):
+    out = tmp_path / "run"
+    still = replace(small, dataset="mnist-5k", partition="iid:images=20", rounds=6, lr=1e-9)
+    found = train(still, out, workers=0)
+    assert [row.get("at_chance") for row in rows_of(out)] == [None] * 4 + [True] * 2
+    assert "another --lr (now 1e-09)" in found.warning
+    assert found.warning in unescape((out / "report.html").read_text())
+    assert "has not learned anything" in found._repr_html_()
+    (out / "report.html").unlink()
+    rewrite_page(out)
+    assert found.warning in unescape((out / "report.html").read_text())
+
+
+def test_a_training_that_learns_does_not_warn(small, tmp_path, no_pictures):
+    learns = replace(small, dataset="mnist-5k", partition="iid:images=60", rounds=5)
+    assert train(learns, tmp_path / "run", workers=0).warning == ""
+    assert "at_chance" not in rows_of(tmp_path / "run")[-1]

@@ -14,6 +14,7 @@ from gradveil.data import Dataset
 from gradveil.defences import Budget, Defence
 from gradveil.engines.devices import local_settings
 from gradveil.engines.simulation import Simulation
+from gradveil.federated.learning import at_chance
 from gradveil.federated.protocol import LocalSettings
 from gradveil.progress import tell
 from gradveil.storage import forget_states
@@ -60,6 +61,7 @@ def price_cell(
     found = {
         **{key: row[key] for key in ("accuracy", "accuracy_balanced", "accuracy_majority", "accuracy_sensitive")},
         "loss": row["loss"],
+        "at_chance": at_chance(row, dataset.test.labels),
         "reports": row.get("reports"),
         **_times(ours, plain or ours),
         "rounds": training.rounds,

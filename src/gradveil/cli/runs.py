@@ -26,13 +26,19 @@ def train_command(
     """Train a federated model; write rows, curves, checkpoints and a page to the folder OUT."""
     from rich.table import Table
 
+    from gradveil.federated.learning import warning_of
     from gradveil.report.training import warnings_of
     from gradveil.runs.train import train
 
     settings = with_absolute_paths(make_train_settings(given_settings("train", options, config, out, resume)))
+    said: list[str] = []
     with bar("rounds") as move, contextlib.redirect_stdout(sys.stderr):
 
         def progress(done: int, row: Mapping[str, Any] | None, doing: str) -> None:
+            warning = warning_of(row, settings) if row else ""
+            if warning and not said and done < settings.rounds:
+                said.append(warning)
+                typer.echo(f"Warning: {warning}", err=True)
             accuracy = row["accuracy"] if row else None
             move(done, settings.rounds, doing, "" if accuracy is None else f"accuracy {accuracy:.2%}")
 
@@ -53,8 +59,10 @@ def train_command(
         "data": result.note or None,
         "report": str(out / "report.html"),
     }
+    if result.warning:
+        typer.echo(f"Warning: {result.warning}", err=True)
     if as_json:
-        print_json({**summary, "rows": result.rows})
+        print_json({**summary, "warning": result.warning or None, "rows": result.rows})
         return
     table = Table("what", "value", title=f"{settings.model} on {settings.dataset}", title_justify="left")
     for key, value in summary.items():
@@ -115,6 +123,9 @@ def audit_command(
         if told:
             show(membership_table(f"{title}: membership", told, result.schema), WIDTH)
         typer.echo(f"Look at it: {result.report.resolve()}")
+    for line in prices:
+        if line["at_chance"]:
+            typer.echo(f"Warning: {line['defence']}: {line['why']}", err=True)
     for title in dict.fromkeys(result.failed.values()):
         typer.echo(f"Failed: {title}", err=True)
     if result.failed:

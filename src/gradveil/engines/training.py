@@ -18,6 +18,7 @@ from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
 from gradveil.engines.tripwire import hearing
 from gradveil.errors import DivergedError, RunFolderError
 from gradveil.federated.flat import FlatModel
+from gradveil.federated.learning import at_chance, several
 from gradveil.federated.server import Engine, Round, ScoreRequest, learning_rate, play_round
 from gradveil.registry import own_files
 from gradveil.rows import COLUMNS, Schema
@@ -187,6 +188,8 @@ def record(
     if not (rows and settings.rounds == 0):
         for row in training.run(done + 1, lambda played: _save_round(out, played, settings)):
             number = int(str(row["round"]))
+            if several(number, settings.rounds) and at_chance(row, dataset.test.labels):
+                row["at_chance"] = True
             folder.commit(number, row, training.model, training.server_state)
             rows.append(row)
             progress(number, row, "training")

@@ -5,7 +5,7 @@ from typing import Any
 
 from gradveil.metrics import schema_of
 from gradveil.report.blind import chance
-from gradveil.report.summary import membership, strongest, summarise, utility
+from gradveil.report.summary import membership, price_unknown, strongest, summarise, utility
 from gradveil.rows import Schema
 
 ALIKE = 0.01
@@ -33,7 +33,9 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sch
     lines = summarise(rows, schema)
     by_image = any(row.get("images_recognisable") is not None for row in rows)
     noun = "pictures" if images == 1 or by_image else "batches"
-    costs = {line["defence"]: line for line in utility(rows, schema)}
+    prices = utility(rows, schema)
+    lost = price_unknown(prices)
+    costs = {} if lost else {line["defence"]: line for line in prices}
     names = sorted(dict.fromkeys(line["defence"] for line in lines), key=lambda name: name != "none")
     best = {name: line for name in names if (line := strongest(_of(lines, name)))}
     told = _members(rows, schema)
@@ -53,7 +55,9 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sch
     for name, start in starts.items():
         text = _defended(lines, name, noun, first=not parts)
         parts.append(f"{start} {text}{_price(costs.get('none'), costs.get(name))}.")
-    return parts + _named(lines, list(best)) + _undone(lines, best.get("none"), rest) + _noticed(rows) + told
+    unknown = ["What defences cost is not known: the undefended training did not learn."] * lost
+    more = _named(lines, list(best)) + _undone(lines, best.get("none"), rest) + _noticed(rows)
+    return parts + unknown + more + told
 
 
 def _named(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from math import ceil, floor, log10
 from typing import Any
 
 from gradveil.report.labels import spread
+from gradveil.report.summary import price_unknown
 from gradveil.rows import Column, Schema
 
 
@@ -33,9 +34,10 @@ class Point:
 
 
 def points(summary: Iterable[Mapping[str, Any]], utilities: Iterable[Mapping[str, Any]], metric: Column) -> list[Point]:
-    """Return the points of all defences that have both an accuracy and a leak."""
+    """Return the points of all defences that have both an accuracy and a leak; none if the price is not known."""
     key, sign = metric.key, 1 if metric.leakier else -1
-    lines = [line for line in summary if line[key] is not None]
+    utilities = list(utilities)
+    lines = [line for line in summary if line[key] is not None and not price_unknown(utilities)]
     found = []
     for cost in utilities:
         own = sorted((line for line in lines if line["defence"] == cost["defence"]), key=lambda x: -sign * x[key])

@@ -10,6 +10,7 @@ from gradveil.report.headline import percent
 from gradveil.report.markup import bullets, section, spec
 from gradveil.report.plane import Point, leak_columns, plane_svg, points
 from gradveil.report.sheets import Gallery
+from gradveil.report.summary import price_unknown
 from gradveil.report.tables import NOTHING, summary_table
 from gradveil.report.words import METHOD, command_of, knowledge
 from gradveil.rows import Column, Schema
@@ -48,11 +49,15 @@ the arrow keys move along a line.</p><noscript><p>The pictures need JavaScript.<
 
 def plane_section(summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[str, Any]], schema: Schema) -> str:
     """Return the plane with each metric, and the same as tables."""
-    reasons = [f"{cost['defence']}: {cost['why']}" for cost in costs if cost["accuracy"] is None and cost["why"]]
+    lost = price_unknown(costs)
+    reasons = [
+        f"{cost['defence']}: {cost['why']}" for cost in costs if (lost or cost["accuracy"] is None) and cost["why"]
+    ]
     measures = leak_columns(schema)
     drawn = {metric.key: points(summary, costs, metric) for metric in measures}
     if not any(drawn.values()):
         why = "no utility rows" if not costs else "no defences that have both an accuracy and a leak"
+        why = "none: the undefended training did not learn" if lost else why
         text = f"<p>The plane needs the accuracy of a model trained with each defence, and there are {why}"
         return section("plane", "Privacy and accuracy", f"{text}{' yet' if not costs else ''}.</p>{bullets(reasons)}")
     metrics = [metric for metric in measures if drawn[metric.key]]

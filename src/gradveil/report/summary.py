@@ -11,6 +11,11 @@ from gradveil.metrics.recognition import RECOGNISABLE
 from gradveil.report.flags import flagged
 from gradveil.rows import KINDS, Row, Schema
 
+NO_PRICE = (
+    "price not known: the undefended training did not learn (try another --lr, a lower --momentum, more --rounds)"
+)
+NOT_LEARNED = "the training under this defence did not learn: it is no better than a guess"
+
 
 def summarise(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
     """Return one line per defence, attack and kind of attacker, in the order in which they first occur.
@@ -43,20 +48,33 @@ def utility(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> 
 
     ``points_lost`` is the mean of the seeds' differences to the undefended accuracy, in percentage points, with its
     95 % interval (None for one seed). ``overhead`` is the ratio of the line's two times.
+    If a training did not learn, ``why`` says so; if it was the undefended one, no price is known.
     """
     schema = schema or schema_of()
     lines = []
     groups = _grouped(rows, "utility", schema, lambda row: ())
     undefended = [row for row in groups.get(("none",), []) if not row.get("failed")]
+    if any(row.get("at_chance") for row in undefended):
+        undefended = []  # a guess is no reference
     for (defence,), group in groups.items():
         whole = [row for row in group if not row.get("failed")]
         why = "; ".join(dict.fromkeys(row["why"] for row in group if row.get("why")))
-        own = {"defence": defence, "seeds": len(whole), **_budget(whole), "why": why}
+        guessed = any(row.get("at_chance") for row in whole)
+        own = {"defence": defence, "seeds": len(whole), "at_chance": guessed, **_budget(whole), "why": why}
         line = _means(whole, "costs", schema) | own | _lost(whole, undefended if defence != "none" else [])
         if line["round_seconds_undefended"]:
             line["overhead"] = line["round_seconds"] / line["round_seconds_undefended"]
         lines.append(schema.row("costs", line))
+    unknown = price_unknown(lines)
+    for line in lines:
+        unlearned = NO_PRICE if unknown else NOT_LEARNED if line["at_chance"] else ""
+        line["why"] = "; ".join(filter(None, (unlearned, line["why"])))
     return lines
+
+
+def price_unknown(costs: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether the undefended training did not learn, so that there is nothing to compare others with."""
+    return any(line["defence"] == "none" and line.get("at_chance") for line in costs)
 
 
 def _lost(rows: Sequence[Mapping[str, Any]], undefended: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

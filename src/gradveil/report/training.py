@@ -11,6 +11,7 @@ from typing import Any
 
 from gradveil.config import TrainSettings, make_train_settings, read_settings
 from gradveil.errors import RunFolderError
+from gradveil.federated.learning import warning_of
 from gradveil.metrics import schema_of
 from gradveil.report.curves import draw_curves
 from gradveil.rows import Column
@@ -39,12 +40,13 @@ def write_page(
 ) -> Path:
     """Write ``report.html`` to ``out``, with the rows and the folder's ``curves.png``; return its path."""
     picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
+    alarms = warning_of(rows[-1], settings), warnings_of(rows)
     worst = sorted(clients, key=lambda row: row["accuracy_own"])[:50]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>gradveil: {escape(settings.model)} on {escape(settings.dataset)}</title><style>{_STYLE}</style></head><body>
 <h1>{escape(headline(settings, rows))}</h1>
-{f"<p><strong>{alarms}</strong></p>" if (alarms := warnings_of(rows)) else ""}<p>{escape(note)}</p>
+{"".join(f"<p><strong>{escape(text)}</strong></p>" for text in alarms if text)}<p>{escape(note)}</p>
 <img alt="Accuracy and loss over the rounds" src="data:image/png;base64,{picture}">
 <h2>Rounds</h2>{_table(rows, "round")}
 <h2>Clients, the worst first{" (50 of them)" if len(clients) > 50 else ""}</h2>

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from gradveil.config import TrainSettings
 from gradveil.engines.run_folder import RunFolder
 from gradveil.engines.simulation import Simulation
 from gradveil.engines.training import Progress, record
+from gradveil.federated.learning import warning_of
 from gradveil.report.curves import draw_curves
 from gradveil.report.notebook import file_html, link_html, table_html
 from gradveil.report.training import write_page
@@ -27,6 +29,7 @@ class TrainResult:
         clients: one row per client, after the last round.
         seconds: duration of this call, set-up included.
         note: what is special about this copy of the data set, or "".
+        warning: what to try if the training has not learned anything, or "".
     """
 
     out: Path
@@ -34,6 +37,7 @@ class TrainResult:
     clients: list[dict[str, Any]]
     seconds: float
     note: str
+    warning: str = ""
 
     @property
     def accuracy(self) -> float:
@@ -52,6 +56,7 @@ class TrainResult:
 
     def _repr_html_(self) -> str:
         head = f"<p><strong>gradveil train</strong>: {self.accuracy:.2%} of the test images are recognised.</p>"
+        head += f"<p><strong>{escape(self.warning)}</strong></p>" if self.warning else ""
         table = table_html(self.rows[-SHOWN:], ("round", "accuracy", "accuracy_sensitive", "loss", "seconds"))
         return head + file_html(self.out / "curves.png", "accuracy and loss", 300) + table + link_html(self.report)
 
@@ -79,4 +84,5 @@ def train(
         draw_curves(rows, out)
         write_page(out, settings, rows, clients, simulation.dataset.note)
         progress(settings.rounds, rows[-1], "done")
-        return TrainResult(out, rows, clients, time.perf_counter() - started, simulation.dataset.note)
+        seconds, warning = time.perf_counter() - started, warning_of(rows[-1], settings)
+        return TrainResult(out, rows, clients, seconds, simulation.dataset.note, warning)
