@@ -24,11 +24,12 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv-bench/installed  ## speed compared with a plain loop, Flower and breaching, and of Soteria and DCS2 compared with one image at a time
+bench: .venv-bench/installed  ## speed compared with a plain loop, Flower and breaching, and of Soteria and DCS2 compared with one image at a time, and of list and describe
 	.venv-bench/bin/python benchmarks/simulation.py
 	.venv-bench/bin/python benchmarks/attacks.py --grow
 	.venv-bench/bin/python benchmarks/soteria.py
 	.venv-bench/bin/python benchmarks/dcs2.py
+	.venv-bench/bin/python benchmarks/front_door.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -39,6 +39,7 @@ def test_the_source_says_what_importing_says(kind):
         assert inspect.cleandoc(entry.doc) == inspect.getdoc(cls), name
         defaults = {field.name: field.default for field in dataclasses.fields(cls) if field.init}
         assert list(entry.settings.items()) == list(defaults.items()), name
+        assert entry.reports == getattr(cls, "reports", {}), name
 
 
 @pytest.mark.parametrize(

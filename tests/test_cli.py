@@ -562,6 +562,10 @@ def test_list_and_describe(gradveil):
             assert described["doc"].startswith(kind[name]) or described["kind"] not in everything
     assert json.loads(gradveil("describe", "mlp", "--json").out)["settings"]["hidden"] == [200, 200]
     assert "hidden=(200, 200)" in gradveil("describe", "mlp").out
+    assert "Reports: " not in gradveil("describe", "mlp").out
+    reports = json.loads(gradveil("describe", "entangle", "--json").out)["reports"]
+    assert list(reports) == ["entangle_change", "entangle_replaced"]
+    assert f"  entangle_change: {reports['entangle_change']}" in gradveil("describe", "entangle").out
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,11 @@ class Entry(NamedTuple):
         """The settings with their defaults; raise `Unclear` if a default can't be read from the source."""
         return {field.name: field.default for field in self.source.fields()}
 
+    @property
+    def reports(self) -> dict[str, str]:
+        """The numbers that a defence reports, with help; raise `Unclear` if the source alone does not tell them."""
+        return dict(self.source.inherited("reports", {}))
+
 
 class Broken(NamedTuple):
     """A file that can't be imported.

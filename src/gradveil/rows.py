@@ -138,6 +138,13 @@ class Schema:
         """Return one column of a table."""
         return next(column for column in self.of(table) if column.key == key)
 
+    def used(self, lines: Iterable[Mapping[str, Any]], *tables: str) -> list[Column]:
+        """Return the columns of tables, without empty ones of metrics that were not asked for."""
+        keys = [metric.key for metric in self.metrics if not metric.shown]
+        unasked = {name for key in keys for name in (key, f"blind_{key}", *_DERIVED.get(key, ()))}
+        filled = {key for line in lines for key in unasked if line.get(key) is not None} if unasked else set()
+        return [column for column in self.of(*tables) if column.key not in unasked - filled]
+
     def with_metrics(self, metrics: Iterable[Column]) -> "Schema":
         """Return the schema with these metrics in place of its own."""
         new = tuple(metrics)
@@ -199,7 +206,7 @@ def blind_column(metric: Column) -> Column:
         help=f"{metric.head} of a blind guess, made from public images without the update",
         leakier=None,
         tables=_PRIVACY,
-        shown=metric.key == "psnr",
+        shown=metric.shown and metric.key == "psnr",
         later=True,
     )
 
@@ -261,13 +268,20 @@ _READERS = {
 BEHIND_METRICS = "identified"
 """The column before which a run's metrics stand."""
 
+_DERIVED = {
+    "psnr": ("psnr_low", "psnr_high", "psnr_worst", "image_psnr"),
+    "ssim": ("recognisable", "images_recognisable", "image_ssim"),
+}
+"""Columns that are computed from a metric, beside its own and that of its blind guess."""
+
 _PRIVACY, _MEMBERS = ("privacy", "summary"), ("membership", "members")
 _COSTS = ("utility", "costs", "price")
 
 COLUMNS = (
     Column("kind", "text", "Kind", "What the row is about", tables=(*KINDS, "round")),
-    Column("defence", "text", "Defence", tables=(*KINDS, "summary", "costs", "members", "attack")),
-    Column("attack", "text", "Attack", tables=(*_PRIVACY, *_MEMBERS, "attack")),
+    Column("defence", "text", "Defence", "Defence with its settings",
+           tables=(*KINDS, "summary", "costs", "members", "attack")),
+    Column("attack", "text", "Attack", "Attack with its settings", tables=(*_PRIVACY, *_MEMBERS, "attack")),
     Column("adaptive", "flag", "Attacker", "adaptive knows the defence, plain does not", "attacker",
            tables=(*_PRIVACY, "attack")),
     Column("adaptive", "flag", "Attacker", shown=False, tables=("members",)),
@@ -353,14 +367,16 @@ COLUMNS = (
            ("summary",)),
     Column("delta", "number", "δ", "Chance that the privacy budget does not hold", "g",
            tables=("privacy", "utility", "costs")),
-    Column("delta", "number", "δ of the update", shown=False, format="g", tables=("summary",)),
+    Column("delta", "number", "δ of the update", "Chance that the budget of the update does not hold", "g", shown=False,
+           tables=("summary",)),
     Column("certificate", "number", "Certified distance", "First order, for attackers of the protected layer alone",
            "2", False, _PRIVACY, mean=True),
     Column("tripwire", "texts", "Tripwire", "What the tripwire found in an altered model", "note", tables=("privacy",),
            later=True),
     Column("epsilon_training", "number", "ε of the training", "Privacy budget of the whole training", "budget", True,
            ("price",)),
-    Column("delta_training", "number", "δ of the training", shown=False, format="g", tables=("price",)),
+    Column("delta_training", "number", "δ of the training", "Chance that the budget of the training does not hold", "g",
+           shown=False, tables=("price",)),
     Column("accuracy", "number", "Accuracy", "Test accuracy after training with the defence", "%",
            tables=(*_COSTS, "members", "round"), mean=True),
     Column("accuracy_balanced", "number", "Balanced accuracy", "Mean over the classes of each class's test accuracy",

@@ -101,6 +101,10 @@ class ModuleSource:
             return node.value
         if isinstance(node, ast.Tuple):
             return tuple(map(self.value, node.elts))
+        if isinstance(node, ast.Dict):
+            if None in node.keys:
+                raise Unclear(f"{self.module}: {ast.unparse(node)}")
+            return {self.value(key): self.value(v) for key, v in zip(node.keys, node.values, strict=True) if key}
         if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATIONS:
             return OPERATIONS[type(node.op)](self.value(node.operand))
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
@@ -164,6 +168,11 @@ class ClassSource:
                 if key == name:
                     return read_module(self.module).value(value)
         return default
+
+    def inherited(self, name: str, default: Any) -> Any:  # noqa: ANN401 - whatever the source says
+        """Return the value that the class or the nearest of its bases assigns to a name, or ``default``."""
+        values = (cls.constant(name, NO_DEFAULT) for cls in self.known())
+        return next((value for value in values if value is not NO_DEFAULT), default)
 
     def fields(self) -> list[Field]:
         """Return the fields that the constructor takes, as `dataclasses.fields` orders them."""

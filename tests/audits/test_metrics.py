@@ -60,14 +60,22 @@ def test_a_metric_of_ones_own_reaches_rows_files_summary_and_page(small, tmp_pat
     for row in result.rows[1:]:
         assert (row["mse"], row["lpips"]) == (None, None)
         assert row["psnr"] > 0
-        assert "not asked for (--metrics): mse, lpips" in row["why"]
+        assert (row["unmeasured"], row["why"]) == ([], "")  # nothing to say about metrics that nobody asked for
     (line,) = result.summary
     assert line["max_error"] == pytest.approx(sum(values) / 2)
     assert [float(row["max_error"]) for row in lines_of(result.out / "rows.csv") if row["kind"] == "privacy"] == values
     blind, attacked = lines_of(result.out / "summary.csv")
     assert float(attacked["max_error"]) == line["max_error"]
     assert float(blind["max_error"]) == line["blind_max_error"]
+    for name in ("rows.csv", "summary.csv"):
+        heads = set(lines_of(result.out / name)[0])
+        assert heads >= {"psnr", "ssim", "max_error", "blind_psnr"}
+        assert not heads & {"mse", "lpips", "blind_mse", "blind_lpips"}
     page = result.report.read_text()
+    assert "not asked for" not in page
+    assert "were not measured" not in page
+    assert "LPIPS</button>" not in page
+    assert '"key":"lpips"' not in page
     assert 'title="Largest error of any pixel"' in page
     assert 'name="metric" value="max_error"' in page
     assert '"key":"max_error"' in page

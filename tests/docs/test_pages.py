@@ -1,6 +1,7 @@
 """README and manual pages are short enough, complete, and show commands that exist."""
 
 import dataclasses
+import json
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ from gradveil.cli import app
 from gradveil.registry import components
 from gradveil.runs.update_spec import UpdateSpec
 from gradveil.threat import Knowledge
+from tests.docs import columns
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -92,3 +94,17 @@ def test_the_python_snippets_run(page, tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
+
+
+def test_the_times_of_looking_things_up_are_those_of_the_benchmark():
+    measured = json.loads((ROOT / "results" / "front-door.json").read_text())
+    part = (DOCS / "performance.md").read_text().split("## Looking things up\n")[1].split("\n## ")[0]
+    told = re.findall(r"`(gradveil [^`]+)`(?: takes)? (\d\.\d\d) s", part)
+    assert len(told) == 3
+    assert told == [(name, f"{measured['figures'][name]['cpu_seconds']:.2f}") for name, _ in told]
+    assert measured["date"] in part
+    assert measured["command"] in part
+
+
+def test_the_guide_to_the_columns_is_that_of_the_schema():
+    assert columns.guide() == columns.written(), "Refresh docs/report.md with: python -m tests.docs.columns"

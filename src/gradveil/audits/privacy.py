@@ -219,14 +219,13 @@ def _class_averages(dataset: Dataset, device: torch.device) -> Tensor:
 
 
 def _scores(truth: Tensor, guess: Tensor, settings: AuditSettings, root: Path | None) -> Rows:
-    """Return the figures of each target by field, None if a metric was not measured, and ``unmeasured``: why not."""
+    """Return the figures of each target by field, None if a metric was not measured, and ``unmeasured``: why not.
+
+    Metrics that were not asked for are None without a reason.
+    """
     figures, reasons = score_targets(truth, guess, root, settings.metrics)
     every = [column.key for column in settings.schema.metrics]
-    left_out = [key for key in every if key not in figures[0]]
-    note = [f"not asked for (--metrics): {', '.join(left_out)}"] * bool(left_out)
-    return [
-        dict.fromkeys(every) | own | {"unmeasured": [*why, *note]} for own, why in zip(figures, reasons, strict=True)
-    ]
+    return [dict.fromkeys(every) | own | {"unmeasured": why} for own, why in zip(figures, reasons, strict=True)]
 
 
 def _found(result: Reconstruction, number: int, private: Batch, guess: Tensor) -> dict[str, Any]:

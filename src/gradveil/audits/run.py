@@ -89,7 +89,7 @@ def audit(
     number of workers. A cell that fails is recorded with its reason; ``resume`` tries it again.
     """
     from gradveil.report.audit import write_report  # matplotlib takes a second, and workers draw nothing
-    from gradveil.report.files import to_csv
+    from gradveil.report.files import table_csv
     from gradveil.report.summary import membership, summarise, utility
 
     started = time.perf_counter()
@@ -124,7 +124,7 @@ def audit(
         rows = _in_order(cells, found)
         progress(len(cells), len(cells), "writing the report")
         write_atomic(out / "rows.jsonl", to_lines(rows))
-        write_atomic(out / "rows.csv", to_csv(rows, settings.schema.keys(*_kinds(rows))))
+        write_atomic(out / "rows.csv", table_csv(rows, settings.schema, *_kinds(rows)))
         report = write_report(out)
     failed = {row["cell"]: f"{_title(row)}: {row['why']}" for row in rows if row["failed"]}
     schema = settings.schema

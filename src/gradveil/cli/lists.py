@@ -39,16 +39,19 @@ def describe(
     name: Annotated[str, typer.Argument(help="A component: its name, or your own as file.py:Class.")],
     as_json: Json = False,
 ) -> None:
-    """Show a component's documentation and its settings with their defaults."""
+    """Show a component's documentation, its settings with their defaults, and the numbers that a defence reports."""
     name = parse_spec(name)[0]
-    kind, doc, settings = _own(name) if ".py:" in name else _ours(name)
+    kind, doc, settings, reports = _own(name) if ".py:" in name else _ours(name)
     if as_json:
-        print_json({"name": name, "kind": kind, "doc": doc, "settings": settings})
+        print_json({"name": name, "kind": kind, "doc": doc, "settings": settings, "reports": reports})
         return
     typer.echo(f"{name} ({kind.removesuffix('s')})\n\n{doc}\n")
     if settings:
         pairs = ", ".join(f"{key}={value}" for key, value in settings.items())
         typer.echo(f"Settings and defaults: {pairs}")
+    if reports:
+        lines = "".join(f"\n  {key}: {text}" for key, text in reports.items())
+        typer.echo(f"\nReports: numbers under `reports` in each round's row, means over clients{lines}")
 
 
 def warn_of_broken(kinds: list[str]) -> None:
@@ -58,8 +61,8 @@ def warn_of_broken(kinds: list[str]) -> None:
         typer.echo(f"Warning: {path} is left out, because it can't be imported: {error}.", err=True)
 
 
-def _ours(name: str) -> tuple[str, str, dict[str, Any]]:
-    """Return kind, documentation and settings of a component of the package, from its source."""
+def _ours(name: str) -> tuple[str, str, dict[str, Any], dict[str, str]]:
+    """Return kind, documentation, settings and reports of a component of the package, from its source."""
     every = {n: entry for kind in FOLDERS for n, entry in catalogue(kind).entries.items()}
     if name not in every:
         for kind in FOLDERS:
@@ -69,29 +72,34 @@ def _ours(name: str) -> tuple[str, str, dict[str, Any]]:
         raise UnknownNameError("component", name, every)
     entry = every[name]
     try:
-        settings = entry.settings
+        settings, reports = entry.settings, entry.reports
     except Unclear:
-        settings = _settings(find(entry.kind, name))
-    return entry.kind, inspect.cleandoc(entry.doc), _told(settings)
+        cls = find(entry.kind, name)
+        settings, reports = _settings(cls), _reports(cls)
+    return entry.kind, inspect.cleandoc(entry.doc), _told(settings), reports
 
 
-def _own(reference: str) -> tuple[str, str, dict[str, Any]]:
-    """Return kind, documentation and settings of the user's own component or model factory ``file.py:Name``."""
+def _own(reference: str) -> tuple[str, str, dict[str, Any], dict[str, str]]:
+    """Return kind, documentation, settings and reports of the user's own component or model factory."""
     found = load_own(reference)
     if not callable(found):
         raise ConfigError(f"{reference!r} must be a component or a function that returns a model, got {found!r}.")
     doc = inspect.getdoc(found) or "It has no documentation."
     if dataclasses.is_dataclass(found) and getattr(found, "kind", "") in FOLDERS:
-        return str(found.kind), doc, _told(_settings(found))  # type: ignore[union-attr]
+        return str(found.kind), doc, _told(_settings(found)), _reports(found)  # type: ignore[union-attr]
     offered = {"shape", "num_classes"}  # by `create_model`
     parameters = [p for p in inspect.signature(found).parameters.values() if p.name not in offered]
     defaults = {p.name: NO_DEFAULT if p.default is p.empty else p.default for p in parameters}
-    return "models", doc, _told(defaults)
+    return "models", doc, _told(defaults), {}
 
 
 def _settings(cls: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
     fields = [field for field in dataclasses.fields(cls) if field.init]
     return {field.name: NO_DEFAULT if field.default is dataclasses.MISSING else field.default for field in fields}
+
+
+def _reports(cls: object) -> dict[str, str]:
+    return dict(getattr(cls, "reports", {}))
 
 
 def _told(settings: dict[str, Any]) -> dict[str, Any]:

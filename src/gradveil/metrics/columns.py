@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import replace
 
 from gradveil import rows
 from gradveil.errors import ConfigError
@@ -47,6 +48,8 @@ def metric_column(metric: Metric) -> Column:
 def schema_of(metrics: Iterable[str] = ()) -> Schema:
     """Return the schema of rows with the standard metrics and these.
 
+    If some are named, pages and CSV files leave out the standard metrics that are not.
+
     Raises:
         ConfigError: two metrics have the same field, or a metric's field is that of something else.
     """
@@ -55,12 +58,13 @@ def schema_of(metrics: Iterable[str] = ()) -> Schema:
         key = metric_column(metric).key
         if found.setdefault(key, metric) != metric:
             raise ConfigError(f"Each metric must have a field of its own, got two for {key!r}. Drop one of --metrics.")
+    asked = set(found) or {*STANDARD}
     for key in STANDARD:
         usual = build_metric(key)
         if not isinstance(found.setdefault(key, usual), type(usual)):
             raise ConfigError(f"The field {key!r} must hold gradveil's own metric, got another. Rename your class.")
     ordered = [found[key] for key in dict.fromkeys([*STANDARD, *found])]
-    columns = [metric_column(metric) for metric in ordered]
+    columns = [replace(column, shown=column.key in asked) for column in map(metric_column, ordered)]
     base = Schema(rows.COLUMNS)
     taken = {column.key for column in (*base.columns, *map(rows.blind_column, columns))} - {*STANDARD}
     clash = next((column.key for column in columns if column.key in taken), None)

@@ -5,7 +5,7 @@ from pathlib import Path
 from gradveil.report.audit_folder import read_audit
 from gradveil.report.blind import blind_lines
 from gradveil.report.figures import draw_figures
-from gradveil.report.files import save_figure, to_csv
+from gradveil.report.files import save_figure, table_csv, to_csv
 from gradveil.report.headline import headline
 from gradveil.report.membership import membership_figure
 from gradveil.report.page import audit_page
@@ -31,9 +31,8 @@ def write_report(folder: Path) -> Path:
     gallery = read_gallery(audit)
     schema = audit.schema
     summary, costs = summarise(audit.rows, schema), utility(audit.rows, schema)
-    keys = schema.keys("summary", "price")
-    lines = [*blind_lines(audit.rows, schema), *summary]
-    write_atomic(folder / "summary.csv", to_csv(with_costs(lines, costs, schema), keys))
+    lines = with_costs([*blind_lines(audit.rows, schema), *summary], costs, schema)
+    write_atomic(folder / "summary.csv", table_csv(lines, schema, "summary", "price"))
     if members := membership(audit.rows, schema):
         write_atomic(folder / "membership.csv", to_csv(members, schema.keys("members")))
         for kind in ("png", "svg"):

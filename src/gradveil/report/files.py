@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from gradveil.rows import Schema
 from gradveil.storage import write_atomic
 
 
@@ -24,6 +25,13 @@ def save_figure(figure: Figure, path: Path) -> Path:
     """Write a figure in the format of the path's ending, png or svg; return the path."""
     write_atomic(path, drawn(figure, path.suffix[1:]))
     return path
+
+
+def table_csv(lines: Sequence[Mapping[str, Any]], schema: Schema, *tables: str) -> bytes:
+    """Return rows or lines as CSV with the columns of tables, without those of metrics that were not asked for."""
+    keys = [column.key for column in schema.used(lines, *tables)]
+    left_out = set(schema.keys(*tables)) - {*keys}
+    return to_csv([{key: line[key] for key in line if key not in left_out} for line in lines], keys)
 
 
 def to_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> bytes:

@@ -13,7 +13,7 @@ from gradveil.rows import Column, Schema
 
 def leak_columns(schema: Schema) -> list[Column]:
     """Return the metrics that the plane can show, PSNR first."""
-    return sorted(schema.metrics, key=lambda column: column.key != "psnr")
+    return sorted((column for column in schema.metrics if column.shown), key=lambda column: column.key != "psnr")
 
 
 @dataclass(frozen=True)

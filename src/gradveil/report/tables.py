@@ -32,7 +32,7 @@ def summary_table(lines: Sequence[Mapping[str, Any]], schema: Schema) -> str:
 
 def page_columns(lines: Sequence[Mapping[str, Any]], schema: Schema, *tables: str) -> list[Column]:
     """Return the columns that a page shows: figures in the schema's order, then notes that some line has."""
-    columns = [column for column in schema.of(*tables) if column.shown]
+    columns = [column for column in schema.used(lines, *tables) if column.shown]
     notes = [column for column in columns if column.format == "note"]
     used = {key for line in lines for key, value in line.items() if value not in (None, "")} | {"knows"}
     used -= set() if any(line.get("flags") for line in lines) else {"flags"}
