@@ -6,10 +6,12 @@ from gradveil.cli.tables import audit_table
 from gradveil.metrics import schema_of
 from gradveil.report import flags
 from gradveil.report.audit import headline, summarise, utility
+from gradveil.report.audit_folder import clean
 from gradveil.report.blind import NAME, blind_level, blind_lines
 from gradveil.report.figures import PSNR, plane
 from gradveil.report.plane import plane_svg, points
 from gradveil.report.summary import strongest, with_costs
+from gradveil.report.tables import rows_columns
 
 from .folders import privacy_row, utility_row
 
@@ -44,6 +46,10 @@ def test_batches_are_counted_image_by_image():
 def test_recovered_pictures_are_not_called_not_converged():
     rows = [row(target=n, recognised=n, converged=False) for n in range(2)]
     assert summarise(rows)[0]["not_converged"] == 1
+    shown = next(
+        column for column in rows_columns([clean(each) for each in rows], schema_of()) if column["key"] == "converged"
+    )
+    assert [shown["texts"][cell] for cell in shown["cells"]] == ["no", "no, but it recovered the images"]
 
 
 def test_the_blind_guess_is_a_line_of_its_own_per_kind():

@@ -95,17 +95,20 @@ def judged(
     passed = None
     if "ssim" in ours:
         passed = recognisable(ours["ssim"], ours.get("psnr"), theirs["ssim"], theirs.get("psnr"))
+    picked, by_blind = (
+        identified(truth.flatten(0, 1), images.flatten(0, 1), rule.others).view(len(truth), -1).float().mean(1).tolist()
+        for images in (guess, blind)
+    )
     rows = []
     for number, known in enumerate(informed):
-        found = [identified(truth[number], images[number], rule.others) for images in (guess, blind)]
         rows.append(
             {
                 "images": truth.shape[1],
                 "images_recognisable": None if passed is None else int(passed[number].sum()),
-                "identified": float(found[0].float().mean()),
+                "identified": picked[number],
                 "candidates": len(rule.others) + 1,
                 "blind": rule.name(known),
-                "blind_identified": float(found[1].float().mean()),
+                "blind_identified": by_blind[number],
                 **{f"blind_{key}": value for key, value in figures[number].items()},
                 **_lists({key: values[number] for key, values in ours.items()}),
                 "flags": [WORSE_THAN_BLIND] * _worse(ours, theirs, number),

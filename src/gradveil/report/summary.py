@@ -211,7 +211,7 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
         "psnr_worst": max(
             (max(row.get("image_psnr") or [row["psnr"]]) for row in whole if row.get("psnr") is not None), default=None
         ),
-        "not_converged": sum(row.get("converged") is False and not _recovered(row) for row in whole),
+        "not_converged": sum(row.get("converged") is False and not recovered(row) for row in whole),
         "blind": ", ".join(dict.fromkeys(row["blind"] for row in whole if row.get("blind"))),
         "flags": [],
         "not_decoded": _not_decoded(whole),
@@ -246,7 +246,7 @@ def _images(row: Mapping[str, Any]) -> int:
     return int(row["images"]) if row.get("images_recognisable") is not None and row.get("images") else 1
 
 
-def _recovered(row: Mapping[str, Any]) -> bool:
+def recovered(row: Mapping[str, Any]) -> bool:
     """Return whether all images of a row are known to be recognisable and above blind."""
     return row.get("images_recognisable") is not None and _recognised(row) == _images(row)
 

@@ -5,6 +5,7 @@ from html import escape
 from typing import Any
 
 from gradveil.report.markup import spec
+from gradveil.report.summary import recovered
 from gradveil.rows import KINDS, Column, Schema
 
 NOTHING = "–"
@@ -94,4 +95,6 @@ def _words(column: Column, row: Mapping[str, Any]) -> str:
     text = column.text(row)
     if column.key == "why" and row["failed"]:
         return f"failed: {text}"
+    if column.key == "converged" and row["converged"] is False and recovered(row):
+        return "no, but it recovered the images"
     return "nothing found" if column.key == "tripwire" and row["tripwire"] == [] else text
