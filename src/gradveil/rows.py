@@ -306,7 +306,8 @@ COLUMNS = (
     Column("identified", "number", "Identified", "Share of the images that the guess picks out of many (`candidates`) "
            "by the least MSE", "%", True, _PRIVACY, mean=True, later=True),
     Column("candidates", "number", "Candidates", "Images that the true one is picked out of: itself and others that "
-           "are no targets; chance is one divided by this", "0", tables=_PRIVACY, mean=True, shown=False, later=True),
+           "are no targets; the chance of a single guess is one divided by this", "0", tables=_PRIVACY, mean=True,
+           shown=False, later=True),
     Column("blind", "text", "Blind guess", "What a blind guess is: the class average of public images if labels are "
            "known or guessed, else their mean", "note", tables=_PRIVACY, shown=False, later=True),
     Column("blind_identified", "number", "Blind, identified", "Share of the images that the blind guess picks out",

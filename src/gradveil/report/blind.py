@@ -69,8 +69,11 @@ def blind_level(summary: Iterable[Mapping[str, Any]], metric: Column) -> float |
 def chance(line: Mapping[str, Any]) -> str:
     """Return the chance of picking the true image by guessing, in words.
 
+    In a batch, any of its guesses may be matched to an image, which raises the chance to at most that many times.
+
     Example:
-        >>> chance({"candidates": 1001.0})
-        '0.1 %'
+        >>> chance({"candidates": 1001.0, "n": 2, "images": 2}), chance({"candidates": 1001.0, "n": 2, "images": 16})
+        ('0.1 %', 'at most 0.8 %')
     """
-    return f"{100 / line['candidates']:.2g} %"
+    each = max(1.0, line["images"] / line["n"]) if line["n"] else 1.0
+    return f"{'at most ' * (each > 1)}{min(100.0, 100 * each / line['candidates']):.2g} %"
