@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from gradveil.catalogue import FOLDERS, catalogue, kebab
+from gradveil.catalogue import catalogue
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.validate import is_file
 
@@ -26,40 +26,44 @@ ADOPTED: Mapping[str, Any] = MappingProxyType(_adopted)
 """Things that this process knows by a name, see `adopt`."""
 
 
-def is_own(reference: str) -> bool:
-    """Return whether a reference names something of the user's: ``file.py:Name``, or an adopted name."""
-    return ".py:" in reference or reference in _adopted
+def is_own(reference: str, kind: str) -> bool:
+    """Return whether a reference to a component of a kind names one of the user's: ``file.py:Name``, or adopted."""
+    return ".py:" in reference or is_adopted(reference, kind)
 
 
-def adopt(name: str, thing: object) -> str:
+def is_adopted(name: str, kind: str) -> bool:
+    """Return whether a name stands for an adopted thing; if the package has a component of the kind, it does not."""
+    return name in _adopted and name not in catalogue(kind).entries
+
+
+def adopt(name: str, thing: object, kind: str = "") -> str:
     """Let `load_own` find a thing by a name in this process; return the name. A thing adopted later replaces it.
 
     Raises:
-        ConfigError: a component of the package has this name.
+        ConfigError: a component of the package, of this kind, has the name.
     """
-    taken = [kind for kind in FOLDERS if name in catalogue(kind).entries]
-    if taken:
+    if kind and name in catalogue(kind).entries:
         raise ConfigError(
-            f"Your own component must have a name of its own, got {name!r}, which is one of gradveil's {taken[0]}. "
+            f"Your own component must have a name of its own, got {name!r}, which is one of gradveil's {kind}. "
             'Rename the class, or give it a class attribute: name = "mine".'
         )
     _adopted[name] = thing
     return name
 
 
-def reference_to(thing: Any) -> str:  # noqa: ANN401 - a class or function of the user's
-    """Return a text from which `load_own` gets a class or function: ``file.py:Name`` if it has a file, or its name.
+def reference_to(thing: Any, name: str, kind: str = "") -> str:  # noqa: ANN401 - a class or function of the user's
+    """Return a text from which `load_own` gets a class or function: ``file.py:Name`` if it has a file, or ``name``.
 
     A script that is being run is no such file, because loading it would run it again.
     """
-    module, name = sys.modules.get(thing.__module__), thing.__qualname__
+    module, attribute = sys.modules.get(thing.__module__), getattr(thing, "__qualname__", "")
     path = getattr(module, "__file__", None)
-    if path and path.endswith(".py") and thing.__module__ != "__main__" and getattr(module, name, None) is thing:
-        reference = f"{Path(path).resolve()}:{name}"
+    if path and path.endswith(".py") and thing.__module__ != "__main__" and getattr(module, attribute, None) is thing:
+        reference = f"{Path(path).resolve()}:{attribute}"
         with contextlib.suppress(ConfigError):  # it may need its package, or do without a second copy of its module
             load_own(reference)
             return reference
-    return adopt(getattr(thing, "name", None) or kebab(thing.__name__), thing)
+    return adopt(name, thing, kind)
 
 
 def own_files(spec: str) -> list[str]:

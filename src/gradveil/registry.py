@@ -149,7 +149,7 @@ def build(base: type[C], spec: str) -> C:
     """Build a component from its text; unknown names and settings, and values of the wrong type, are errors."""
     name, settings = parse_spec(spec)
     kind = base.kind.removesuffix("s")
-    cls = load_own(name) if is_own(name) else find(base.kind, name)
+    cls = load_own(name) if is_own(name, base.kind) else find(base.kind, name)
     if not (inspect.isclass(cls) and issubclass(cls, base)):
         raise ConfigError(f"{name!r} must be a subclass of gradveil's {base.__name__} to serve as {kind}, got {cls!r}.")
     try:
@@ -169,7 +169,7 @@ def spec_of(component: Component) -> str:
     cls = type(component)
     if cls.__module__.startswith(("gradveil.", OWN)):
         return component.spec
-    text = ":".join(filter(None, (reference_to(cls), component._settings())))
+    text = ":".join(filter(None, (reference_to(cls, cls.name, cls.kind), component._settings())))
     reference, settings = parse_spec(text)
     built = load_own(reference)(**convert(cls, settings, owner=cls.__name__))
     for field in dataclasses.fields(component):

@@ -6,7 +6,9 @@ import pydoc
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,16 +16,20 @@ import torch
 from torch import nn
 
 import gradveil as package
+from gradveil import engines
+from gradveil.attacks import Attack
 from gradveil.attacks.dlg import Dlg
 from gradveil.audits.settings import AuditSettings
 from gradveil.config import TrainSettings, make_train_settings, read_settings
 from gradveil.data import Dataset, Split
-from gradveil.data.partition import Iid
+from gradveil.data.partition import Iid, Partition
 from gradveil.defences import Chain, Client, Defence
 from gradveil.defences.prune import Prune
-from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.errors import ConfigError, RunFolderError, UnknownNameError
+from gradveil.models import create_model
 from gradveil.own import ADOPTED, adopt
 from gradveil.registry import build, spec_of
+from gradveil.runs.given import as_texts, usable_workers
 from gradveil.types import Update
 
 SMALL = {"clients": 2, "partition": Iid(images=10), "rounds": 1, "workers": 0}
@@ -98,6 +104,28 @@ def test_a_name_of_the_package_can_not_be_taken():
     assert "prune" not in ADOPTED
 
 
+def test_a_name_of_another_kind_may_be_taken(tmp_path):
+    @dataclass(frozen=True)
+    class Dlg(Scaled):
+        """Bear the name of an attack."""
+
+    result = package.audit(**TINY | {"rounds": 0}, defences=Dlg(strength=2.0), out=tmp_path / "run")
+    found = {(row["defence"], row["attack"]) for row in result.rows if row["kind"] == "privacy"}
+    assert found == {("none", "dlg:iterations=1"), ("dlg:strength=2.0", "dlg:iterations=1")}
+    assert not result.failed
+    assert usable_workers({"attacks": ("dlg:iterations=1",), "sensitive": "3:0/5;4:1"}, 2) == 2
+    assert usable_workers({"defences": ("none+dlg",)}, None) == 0
+
+
+def test_a_component_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match=r"^defences must be defences, got the attack Dlg\. See `gradveil list def"):
+        package.audit(defences=[Dlg()])
+    with pytest.raises(ConfigError, match=r"^attacks must be attacks, got the defence Scaled\."):
+        package.audit(attacks=[Scaled()])
+    with pytest.raises(ConfigError, match=r"^model must be a model, got the partition Iid\."):
+        package.train(model=Iid())
+
+
 def test_settings_that_are_no_texts_are_refused():
     assert build(Defence, spec_of(Scaled(labels=("a", "b")))).labels == ("a", "b")
     with pytest.raises(ConfigError, match=r"Settings of Scaled must be numbers.*got labels=\('a/b',\)"):
@@ -127,6 +155,35 @@ def test_models_may_be_functions_and_networks(tmp_path):
         package.train(model=3)
 
 
+def test_networks_may_have_names_of_components(tmp_path):
+    class Mlp(nn.Module):
+        """One layer."""
+
+        def __init__(self):
+            super().__init__()
+            self.only = nn.Linear(784, 10)
+
+        def forward(self, images):
+            return self.only(images.flatten(1))
+
+    def lenet5():
+        return Mlp()
+
+    networks = {
+        "my-mlp": [Mlp(), Mlp],
+        "my-lenet5": [lenet5],
+        "my-lambda": [lambda: Mlp()],
+        "my-partial": [partial(Mlp)],
+    }
+    for name, models in networks.items():
+        for number, model in enumerate(models):
+            result = package.train(**SMALL | {"rounds": 0}, model=model, out=tmp_path / f"{name}-{number}")
+            assert read_settings(result.out / "settings.toml")["model"] == name
+    linear = nn.Linear(784, 10)
+    assert as_texts({"model": linear}) == {"model": "my-linear"}
+    assert create_model("mlp", (1, 28, 28), 10, seed=0).__class__ is not Mlp
+
+
 def test_data_sets_may_be_values(tmp_path):
     rng = np.random.default_rng(0)
     split = Split(rng.integers(0, 255, (40, 1, 6, 6), dtype=np.uint8), np.arange(40) % 4)
@@ -147,6 +204,24 @@ def test_settings_and_options_together(tmp_path):
         package.train(defense="none")
     with pytest.raises(ConfigError, match="Add --out"):
         package.audit(resume=True)
+
+
+def test_settings_and_paths_of_another_type_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"settings must be of the class AuditSettings, got TrainSettings\."):
+        package.audit(settings=TrainSettings())
+    with pytest.raises(ConfigError, match=r"out must be a path, as text or pathlib.Path, got 3\."):
+        package.train(out=3)
+    files = {"model_file": "m.safetensors", "update": "u.safetensors", "spec": "s.toml"}
+    for name in files:
+        known = {"spec": {"model": "mlp", "shape": [1, 2, 2], "num_classes": 2, "kind": "gradient"}}
+        with pytest.raises(ConfigError, match=rf"{name} must be a path, as text or pathlib.Path, got 3\."):
+            package.attack(**files | known | {name: 3}, out=tmp_path / "run")
+
+
+def test_an_existing_run_is_continued_by_an_option_or_an_argument(tmp_path):
+    package.train(**SMALL | {"rounds": 0}, model="logistic", out=tmp_path)
+    with pytest.raises(RunFolderError, match=r"Add --resume \(in Python: resume=True\) to continue it"):
+        package.train(**SMALL, model="logistic", out=tmp_path)
 
 
 def test_without_out_a_new_folder_is_made(tmp_path, monkeypatch):
@@ -185,6 +260,26 @@ def test_score_has_a_summary():
     assert [line["defence"] for line in result.summary] == ["none", "prune:fraction=0.9"]
     assert "psnr_cap={'none': " in repr(result)
     assert "prune:fraction=0.9" in result._repr_html_()
+
+
+@pytest.mark.parametrize("option", [{"rounds": 3}, {"adaptive": False}, {"lr": 7.0}, {"modle": "mlp"}])
+def test_score_refuses_what_it_has_no_use_for(option):
+    with pytest.raises(UnknownNameError, match=rf"^A score has no setting '{next(iter(option))}'\."):
+        package.score(model="mlp:hidden=4", targets=1, **option)
+
+
+def test_signatures_say_which_objects_are_taken():
+    audit, train = (inspect.signature(function).parameters for function in (package.audit, package.train))
+    assert audit["defences"].annotation == str | Defence | Sequence[str | Defence]
+    assert train["partition"].annotation == str | Partition
+    assert not [name for name, p in {**audit, **train}.items() if str(p.annotation).startswith("tuple")]
+    assert inspect.signature(package.attack).parameters["attack"].annotation == str | Attack
+
+
+def test_the_tripwire_exports_its_own_names_only():
+    public = [name for name in vars(package.tripwire) if not name.startswith("_")]
+    assert sorted(public) == sorted(engines.tripwire.__all__)
+    assert all(getattr(package.tripwire, name).__module__ == "gradveil.engines.tripwire" for name in public)
 
 
 @pytest.mark.parametrize(("name", "settings"), [("audit", AuditSettings), ("train", TrainSettings)])

@@ -170,7 +170,7 @@ def load_dataset(spec: str, root: str | Path | None = None) -> Dataset:
             "A data set must be a name, an .npz file or a folder, got nothing. See `gradveil list datasets`."
         )
     path, settings = match["path"], match["settings"] or ""
-    named = is_own(path) or path in registry.names("datasets")
+    named = is_own(path, "datasets") or path in registry.names("datasets")
     try:
         if path.lower().endswith(".npz"):
             if settings:

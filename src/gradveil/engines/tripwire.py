@@ -71,6 +71,18 @@ from gradveil.errors import TripwireError
 from gradveil.networks.watch import LayerCall, watch
 from gradveil.types import Batch
 
+__all__ = [
+    "Finding",
+    "TripwireWarning",
+    "announce",
+    "check_model",
+    "check_update",
+    "guard",
+    "hearing",
+    "inspect",
+    "inspect_attack",
+]
+
 FEWEST_ROWS = 3
 """Number of similar rows for an alarm; honest layers may have a pair, e.g. for two classes or a duplicated row."""
 FEWEST_IMAGES = 3

@@ -165,7 +165,7 @@ def create_model(
             "Correct --normalise."
         )
     with global_stream(seed, "model"):
-        if is_own(parse_spec(spec)[0]):
+        if is_own(parse_spec(spec)[0], "models"):
             network = _create_own(spec, shape, num_classes)
         else:
             network = _create_component(spec, shape, num_classes)

@@ -5,18 +5,26 @@ a path, these take objects as well.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
+from gradveil.attacks import AnyAttack, Attack
 from gradveil.audits.run import AuditResult
 from gradveil.audits.run import audit as run_audit
 from gradveil.audits.settings import AuditSettings, make_audit_settings
 from gradveil.config import TrainSettings, make_train_settings, with_absolute_paths
+from gradveil.data import Dataset, NamedSet, Partition
+from gradveil.defences import Defence
+from gradveil.errors import ConfigError, UnknownNameError
+from gradveil.metrics import Metric
 from gradveil.metrics.columns import STANDARD
+from gradveil.models import Model
 from gradveil.registry import split_specs
 from gradveil.runs.attack import Scoring, attack_files
 from gradveil.runs.given import as_texts, fresh_folder, given_settings, usable_workers
@@ -30,6 +38,22 @@ from gradveil.runs.update_spec import UpdateSpec, make_spec, read_spec
 F = TypeVar("F", bound=Callable[..., Any])
 SCORED = ("dataset", "model", "defences", "targets", "knows", "weights", "normalise", "aux", "seed", "seeds", "device")
 """The settings of an audit that a score has use for."""
+ACCEPTED: Mapping[str, Any] = {
+    "dataset": str | Path | NamedSet | Dataset,
+    "aux": str | Path | NamedSet | Dataset,
+    "model": str | Model | nn.Module | Callable[..., nn.Module],
+    "weights": str | Path,
+    "partition": str | Partition,
+    "defence": str | Defence,
+    "defences": str | Defence | Sequence[str | Defence],
+    "attacks": str | AnyAttack | Sequence[str | AnyAttack],
+    "metrics": str | Metric | Sequence[str | Metric],
+    "knows": str | Sequence[str],
+    "defended": str | Sequence[int],
+    "lr_steps": str | Sequence[int],
+    "save_rounds": str | Sequence[int],
+}
+"""The types that these functions take for settings, if they take more than the field holds."""
 
 
 def _takes(settings: type, names: Sequence[str] = (), **defaults: object) -> Callable[[F], F]:
@@ -39,7 +63,10 @@ def _takes(settings: type, names: Sequence[str] = (), **defaults: object) -> Cal
         shown = [field for field in fields(settings) if not names or field.name in names]
         options = [(f.name, defaults.get(f.name, f.default), f.type, f.metadata["help"]) for f in shown]
         own = [p for p in signature(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        more = [Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=kind) for n, d, kind, _ in options]
+        more = [
+            Parameter(n, Parameter.KEYWORD_ONLY, default=d, annotation=ACCEPTED.get(n, kind))
+            for n, d, kind, _ in options
+        ]
         function.__signature__ = signature(function).replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         lines = "".join(f"        {name} = {default!r}: {text}\n" for name, default, _, text in options)
         function.__doc__ = f"{function.__doc__}\n    Options:\n{lines}"
@@ -91,16 +118,16 @@ def audit(
     Raises:
         ConfigError: a setting is wrong; nothing was started.
     """
-    given = {**(_values(settings) if settings else {}), **as_texts(options)}
-    folder = Path(out) if out is not None else fresh_folder("audit", resume)
-    chosen = make_audit_settings(given_settings("audit", given, _path(config), folder, resume))
+    given = {**_start(settings, AuditSettings), **as_texts(options)}
+    folder = _path("out", out) or fresh_folder("audit", resume)
+    chosen = make_audit_settings(given_settings("audit", given, _path("config", config), folder, resume))
     with _hidden_main():
         return run_audit(
             chosen,
             folder,
             resume=resume,
             workers=usable_workers(_values(chosen), workers),
-            data_root=_path(data_root),
+            data_root=_path("data_root", data_root),
             progress=progress or (lambda done, total, doing: None),
         )
 
@@ -143,16 +170,17 @@ def train(
     Raises:
         ConfigError: a setting is wrong; nothing was started.
     """
-    given = {**(_values(settings) if settings else {}), **as_texts(options)}
-    folder = Path(out) if out is not None else fresh_folder("train", resume)
-    chosen = with_absolute_paths(make_train_settings(given_settings("train", given, _path(config), folder, resume)))
+    given = {**_start(settings, TrainSettings), **as_texts(options)}
+    folder = _path("out", out) or fresh_folder("train", resume)
+    together = given_settings("train", given, _path("config", config), folder, resume)
+    chosen = with_absolute_paths(make_train_settings(together))
     with _hidden_main():
         return run_train(
             chosen,
             folder,
             resume=resume,
             workers=usable_workers(_values(chosen), workers),
-            data_root=_path(data_root),
+            data_root=_path("data_root", data_root),
             progress=progress or (lambda done, row, doing: None),
         )
 
@@ -162,12 +190,12 @@ def attack(  # noqa: PLR0913 - its arguments are the options of the command
     model_file: str | Path,
     update: str | Path | Sequence[str | Path],
     spec: str | Path | Mapping[str, Any] | UpdateSpec,
-    attack: Any = "gs",  # noqa: ANN401 - a text or an Attack
+    attack: str | Attack = "gs",
     out: str | Path | None = None,
     seed: int = 0,
     device: str = "cpu",
     truth: str | Path | None = None,
-    metrics: Any = STANDARD,  # noqa: ANN401 - a text, or texts and Metrics
+    metrics: str | Metric | Sequence[str | Metric] = STANDARD,
 ) -> AttackResult:
     """Rebuild private images from updates that any framework saved, as ``gradveil attack`` does.
 
@@ -200,19 +228,20 @@ def attack(  # noqa: PLR0913 - its arguments are the options of the command
     if isinstance(spec, Mapping):
         known = make_spec(as_texts(spec), "spec")
     else:
-        known = spec if isinstance(spec, UpdateSpec) else read_spec(Path(spec))
-    files = [update] if isinstance(update, (str, Path)) else list(update)
-    folder = Path(out) if out is not None else fresh_folder("attack")
-    texts = as_texts({"attack": attack, "metrics": split_specs(metrics) if isinstance(metrics, str) else metrics})
+        known = spec if isinstance(spec, UpdateSpec) else read_spec(_given_path("spec", spec))
+    files = list(update) if isinstance(update, Iterable) and not isinstance(update, str) else [update]
+    folder = _path("out", out) or fresh_folder("attack")
+    texts = as_texts({"attack": attack, "metrics": metrics})
+    chosen = texts["metrics"]
     rows = attack_files(
-        Path(model_file),
-        [*map(Path, files)],
+        _given_path("model_file", model_file),
+        [_given_path("update", file) for file in files],
         known,
         texts["attack"],
         folder,
         seed=seed,
         device=device,
-        scoring=Scoring(_path(truth), tuple(texts["metrics"])),
+        scoring=Scoring(_path("truth", truth), tuple(split_specs(chosen) if isinstance(chosen, str) else chosen)),
     )
     return AttackResult(folder, rows)
 
@@ -243,9 +272,12 @@ def score(
     Raises:
         ConfigError: a setting is wrong, or the model is too large to score.
     """
-    given = {"targets": 4, **(_values(settings) if settings else {}), **as_texts(options)}
+    unknown = next((name for name in options if name not in SCORED), None)
+    if unknown:
+        raise UnknownNameError("setting", unknown, SCORED, wrong=f"A score has no setting {unknown!r}.")
+    given = {"targets": 4, **_start(settings, AuditSettings), **as_texts(options)}
     chosen = replace(make_audit_settings(given | {"rounds": 0}), adaptive=True)
-    rows = run_score(chosen, data_root=_path(data_root), progress=progress or (lambda share, doing: None))
+    rows = run_score(chosen, data_root=_path("data_root", data_root), progress=progress or (lambda share, doing: None))
     return ScoreResult(rows, summarise_scores(rows))
 
 
@@ -253,8 +285,26 @@ def _values(settings: AuditSettings | TrainSettings) -> dict[str, Any]:
     return {field.name: getattr(settings, field.name) for field in fields(settings)}
 
 
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given).expanduser()
+def _start(settings: AuditSettings | TrainSettings | None, kind: type) -> dict[str, Any]:
+    """Return the values of settings to start from, none for None; raise ConfigError if they are of another kind."""
+    if settings is None:
+        return {}
+    if not isinstance(settings, kind):
+        raise ConfigError(
+            f"settings must be of the class {kind.__name__}, got {type(settings).__name__}. "
+            "Give single settings as keyword arguments."
+        )
+    return _values(settings)
+
+
+def _path(name: str, given: str | Path | None) -> Path | None:
+    return None if given is None else _given_path(name, given)
+
+
+def _given_path(name: str, given: str | Path) -> Path:
+    if not isinstance(given, (str, Path)):
+        raise ConfigError(f"{name} must be a path, as text or pathlib.Path, got {given!r}.")
+    return Path(given).expanduser()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -10,8 +11,21 @@ from typing import Any
 from gradveil.catalogue import kebab
 from gradveil.config import read_settings
 from gradveil.errors import ConfigError, RunFolderError
-from gradveil.own import ADOPTED, adopt, reference_to
-from gradveil.registry import Component, parse_spec, spec_of
+from gradveil.own import adopt, is_adopted, reference_to
+from gradveil.registry import Component, spec_of
+
+KINDS: Mapping[str, str] = {
+    "model": "models",
+    "dataset": "datasets",
+    "aux": "datasets",
+    "partition": "partitions",
+    "defence": "defences",
+    "defences": "defences",
+    "attack": "attacks",
+    "attacks": "attacks",
+    "metrics": "metrics",
+}
+"""The kind of component that each option takes."""
 
 
 def fresh_folder(kind: str, resume: bool = False) -> Path:
@@ -50,14 +64,13 @@ def usable_workers(settings: Mapping[str, Any], workers: int | None) -> int | No
     Raises:
         ConfigError: workers were asked for nevertheless.
     """
-    texts = [
+    local = [
         piece
-        for value in settings.values()
-        for text in (value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(text, str)
+        for key, kind in KINDS.items()
+        for text in ([settings.get(key, "")] if isinstance(settings.get(key, ""), str) else settings[key])
         for piece in text.split("+")
+        if is_adopted(piece.partition(":")[0], kind)
     ]
-    local = [text for text in texts if text in ADOPTED or (":" in text and parse_spec(text)[0] in ADOPTED)]
     if not local:
         return workers
     if workers:
@@ -74,9 +87,10 @@ def _text(key: str, value: Any) -> Any:  # noqa: ANN401 - whatever the user gave
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Component):
+        _check_kind(key, value)
         members = getattr(value, "defences", ())  # of a chain
         return "+".join(map(spec_of, members)) if members else spec_of(value)
-    if key in ("defence", "defences", "attack", "attacks", "metrics", "partition") and inspect.isclass(value):
+    if key in KINDS and key not in ("model", "dataset", "aux") and inspect.isclass(value):
         raise ConfigError(
             f"{key} must be given as objects or texts, got the class {value.__name__}. Call it: {value.__name__}()."
         )
@@ -87,15 +101,35 @@ def _text(key: str, value: Any) -> Any:  # noqa: ANN401 - whatever the user gave
     return value
 
 
+def _check_kind(key: str, component: Component) -> None:
+    kind = KINDS.get(key, component.kind)
+    if component.kind != kind:
+        wanted = kind if key.endswith("s") else f"a {'data set' if kind == 'datasets' else kind.removesuffix('s')}"
+        raise ConfigError(
+            f"{key} must be {wanted}, got the {component.kind.removesuffix('s')} {type(component).__name__}. "
+            f"See `gradveil list {kind}`."
+        )
+
+
 def _network(model: Any) -> str:  # noqa: ANN401 - a class, a function or a torch.nn.Module
     """Return a text for a factory, or for a network, which every run then starts from."""
     from torch import nn
 
     if isinstance(model, nn.Module):
-        return adopt(kebab(type(model).__name__), _Copies(model))
+        return adopt(_my(type(model).__name__), _Copies(model))
     if not callable(model):
         raise ConfigError(f"model must be a name, a torch.nn.Module or a function that returns one, got {model!r}.")
-    return reference_to(model)
+    return reference_to(model, _my(getattr(model, "__name__", type(model).__name__)))
+
+
+def _my(name: str) -> str:
+    """Return a name for a network that no component of the package has.
+
+    Example:
+        >>> _my("LeNet5"), _my("<lambda>")
+        ('my-le-net5', 'my-lambda')
+    """
+    return f"my-{kebab(re.sub(r'[^0-9A-Za-z_]', '', name))}"
 
 
 class _Copies:
