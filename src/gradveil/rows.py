@@ -81,6 +81,8 @@ class Column:
 
     def _figure(self, value: float, line: Mapping[str, Any], short: bool) -> str:
         if self.format.startswith("of "):
+            if not line[self.format[3:]]:
+                return "failed" if self.leakier and line.get("failed") else ""
             return f"{value} of {line[self.format[3:]]}"
         if self.format in ("interval", "points"):
             digits = 2 if self.format == "interval" else 1

@@ -84,3 +84,63 @@ def test_settings_of_an_attack_are_shown_only_if_two_attacks_have_the_same_name(
     lines = with_costs(summarise(rows()), utility(rows()), schema_of())
     attacks = [cell.replace("\n", "") for cell in audit_table("", lines, schema_of()).columns[1].cells]
     assert attacks[0::2][:3] == [ATTACKS[0], ATTACKS[1], "dlg"]
+
+
+MAE = '''
+from dataclasses import dataclass
+from gradveil.metrics import Metric
+
+@dataclass(frozen=True)
+class Mae(Metric):
+    """Mean absolute error."""
+
+    higher_is_leakier = False
+
+    def measure(self, truth, guess):
+        return (truth - guess).abs().flatten(1).mean(1)
+'''
+
+
+def test_ones_own_metric_comes_first_and_empty_columns_are_left_out(tmp_path):
+    (tmp_path / "mae.py").write_text(MAE)
+    schema = schema_of(["psnr", "rmse", "lpips-vgg", f"{tmp_path}/mae.py:Mae"])
+    figures = {"psnr": 20.0, "ssim": None, "guessed": 1.0, "identified": 0.5, "converged": True}
+    figures |= {"rmse": 0.1, "lpips_vgg": 0.2, "mae": 0.3}
+    found = [privacy_row("none", "gs", **figures), utility_row("none", 0.9)]
+    lines = with_costs(summarise(found, schema), utility(found, schema), schema)
+    heads = [column.header for column in audit_table("", lines, schema).columns]
+    assert heads == ["Defence", "Attack", "Attacker", "mae", "RMSE", "PSNR, dB", "Attack did not converge", "Accuracy"]
+    flagged = [line | {"flags": ["a reason"]} for line in lines]
+    assert list(audit_table("", flagged, schema).columns[5].cells) == ["20.00 !"]
+
+
+def test_a_failed_attack_is_shown_as_failed():
+    found = [privacy_row("none", "gs", psnr=20.0, ssim=0.9), privacy_row("prune", "gs", failed=True, psnr=None)]
+    lines = with_costs(summarise(found), utility(found), schema_of())
+    output = printed(audit_table("", lines, schema_of()))
+    assert "failed" in output
+    assert "0 of 0" not in output
+
+
+def test_ones_own_files_are_shown_without_their_folder_unless_two_have_the_same_name():
+    def cells(*defences):
+        found = [privacy_row(name, "gs", psnr=20.0, ssim=0.9) for name in defences]
+        lines = with_costs(summarise(found), utility(found), schema_of())
+        assert [line["defence"] for line in lines] == [*defences]
+        return [cell.replace("\n", "") for cell in audit_table("", lines, schema_of()).columns[0].cells]
+
+    assert cells("/a/b/top_k.py:TopK:keep=0.05+clip") == ["top_k.py:TopK:keep=0.05+clip"]
+    twice = ["/a/top_k.py:TopK", "/b/top_k.py:TopK"]
+    assert cells(*twice) == twice
+
+
+def test_a_long_setting_is_broken_behind_its_equals_sign():
+    name = "prune:where=gradient+dp-sgd:noise_multiplier=1.1,clip_norm=0.5+soteria:prune=0.6"
+    found = [privacy_row(name, "gs:iterations=4000", psnr=20.0, ssim=0.9, guessed=0.5)]
+    found += [privacy_row(name, "gs:iterations=100", psnr=20.0, ssim=0.9, guessed=0.5), utility_row(name, 0.9)]
+    lines = with_costs(summarise(found), utility(found), schema_of())
+    table = audit_table("", lines, schema_of())
+    for cell in table.columns[0].cells:
+        pieces = cell.split("\n")
+        assert all(piece[-1] in ":,+=_" for piece in pieces[:-1])
+        assert max(map(len, pieces)) <= table.columns[0].width

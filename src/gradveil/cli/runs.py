@@ -92,6 +92,7 @@ def audit_command(
     from gradveil.cli.tables import WIDTH, audit_table, membership_table
     from gradveil.report.blind import blind_lines
     from gradveil.report.flags import explained
+    from gradveil.report.names import failures, for_people
     from gradveil.report.summary import with_costs
 
     out = out or fresh_folder("audit", resume)
@@ -118,16 +119,16 @@ def audit_command(
         if summary or not told:
             lines = [*blind_lines(result.rows, result.schema), *summary]
             show(audit_table(title, with_costs(lines, prices, result.schema), result.schema), WIDTH)
-            for sentence in explained(summary):
+            for sentence in explained(for_people(summary)):
                 typer.echo(sentence)
         if told:
             show(membership_table(f"{title}: membership", told, result.schema), WIDTH)
         typer.echo(f"Look at it: {result.report.resolve()}")
-    for line in prices:
+    for line in for_people(prices):
         if line["at_chance"]:
             typer.echo(f"Warning: {line['defence']}: {line['why']}", err=True)
-    for title in dict.fromkeys(result.failed.values()):
-        typer.echo(f"Failed: {title}", err=True)
+    for reason in failures(for_people(result.rows)):
+        typer.echo(f"Failed: {reason}", err=True)
     if result.failed:
         raise typer.Exit(1)
 

@@ -10,8 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
+from gradveil.catalogue import catalogue
+from gradveil.metrics.columns import STANDARD
 from gradveil.registry import parse_spec
 from gradveil.report.flags import MARK
+from gradveil.report.names import SPECS, for_people
 from gradveil.rows import Column, Schema
 
 WIDTH = 100
@@ -20,12 +23,10 @@ MOST = 8
 """Columns of a table at most."""
 LONGEST = 14
 """Characters of a head's word at most before it folds."""
-SPECS = ("defence", "attack")
-"""Columns that fold."""
 SUMMARY_SHOWN = (
     "defence", "attack", "adaptive", "recognisable", "psnr", "identified", "guessed", "not_converged", "accuracy",
 )  # fmt: skip
-"""Columns of the table of attacks that rebuild images; `guessed` only if some images have no guess."""
+"""Columns of the table of attacks that rebuild images, unless empty; `guessed` only if some images have no guess."""
 MEMBERS_SHOWN = ("defence", "attack", "auc", "auc_worst", "tpr_at_1_fpr", "auc_loss", "gap", "accuracy")
 """Columns of the table of attacks on membership."""
 
@@ -33,8 +34,8 @@ MEMBERS_SHOWN = ("defence", "attack", "auc", "auc_worst", "tpr_at_1_fpr", "auc_l
 def audit_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Schema) -> Table:
     """Return what leaked under each defence and attack, and the accuracy under the defence in the same line.
 
-    Metrics beside the standard ones come next to the PSNR, and the training's epsilon last, as far as there is room.
-    A flagged line has a mark; `gradveil.report.flags.explained` says why.
+    Metrics beside the standard ones come before the PSNR, the user's own first. The training's epsilon comes last. Both
+    are there only if there is room. A flagged line has a mark; `gradveil.report.flags.explained` says why.
 
     Args:
         title: what was audited.
@@ -43,19 +44,23 @@ def audit_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Schema) 
     """
     columns = {column.key: column for column in schema.of("summary", "price")}
     columns |= {column.key: column for column in schema.metrics}  # the PSNR without its interval
+    return _table(title, lines, [columns[key] for key in _chosen(lines, schema)])
+
+
+def _chosen(lines: Sequence[Mapping[str, Any]], schema: Schema) -> list[str]:
+    """Return the columns to show: those that some line has a value for, as far as there is room."""
+    filled = {key for line in lines for key, value in line.items() if value is not None}
     partly = any(line["guessed"] is not None and line["guessed"] < 1 for line in lines)
-    shown = [key for key in SUMMARY_SHOWN if key != "guessed" or partly]
-    chosen = [metric.key for metric in schema.metrics[4:]]  # behind the standard ones
-    budgeted = any(line["epsilon_training"] is not None for line in lines)
-    if partly or chosen or budgeted or not any(line["identified"] is not None for line in lines):
-        shown.remove("identified")  # the others have no room elsewhere
-    if not any(line["psnr"] is not None for line in lines):
-        shown.remove("psnr")
-    place = shown.index("recognisable") + 1
-    shown[place:place] = chosen[: MOST - len(shown)]
-    if len(shown) < MOST and budgeted:
-        shown.append("epsilon_training")
-    return _table(title, lines, [columns[key] for key in shown])
+    shown = [key for key in SUMMARY_SHOWN if (key in filled or key in SPECS) and (key != "guessed" or partly)]
+    ours = {name.replace("-", "_") for name in catalogue("metrics").entries}
+    more = [metric.key for metric in schema.metrics if metric.key in filled and metric.key not in STANDARD]
+    more = sorted(more, key=ours.__contains__)  # the user's own first
+    budget = ["epsilon_training"] * ("epsilon_training" in filled)
+    if "identified" in shown and len(shown) + len(more) + len(budget) > MOST:
+        shown.remove("identified")  # the only column that gives way
+    place = max(shown.index(key) for key in ("attack", "adaptive", "recognisable") if key in shown) + 1
+    shown[place:place] = more[: MOST - len(shown)]
+    return shown + budget[: MOST - len(shown)]
 
 
 def membership_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Schema) -> Table:
@@ -65,8 +70,10 @@ def membership_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Sch
 
 def _table(title: str, lines: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Table:
     """Return a table of `WIDTH` characters: figures are as wide as they need, specs share the rest and fold."""
+    lines = for_people(lines)
     names = Counter(parse_spec(attack)[0] for attack in {line["attack"] for line in lines})
-    cells = {column.key: [_cell(column, line, names) for line in lines] for column in columns}
+    marked = next((c.key for key in ("recognisable", "psnr", "adaptive") for c in columns if c.key == key), "")
+    cells = {c.key: [_cell(c, line, names, c.key == marked) for line in lines] for c in columns}
     heads = {c.key: min(LONGEST, max(map(len, c.head.split()))) for c in columns}
     widths = {key: max([heads[key], *map(len, texts)]) for key, texts in cells.items()}
     rest = WIDTH - 1 - 3 * len(columns) - sum(width for key, width in widths.items() if key not in SPECS)
@@ -93,22 +100,25 @@ def _shared(room: int, wanted: Mapping[str, int]) -> dict[str, int]:
 
 
 def _folded(text: str, width: int) -> str:
-    """Break a spec into lines, between its settings if possible.
+    """Break a spec into lines, between its settings if possible; a setting that is too long behind = and _.
 
     Example:
         >>> _folded("prune:fraction=0.9+dcs2", 14).splitlines()
         ['prune:', 'fraction=0.9+', 'dcs2']
+        >>> _folded("quantise:where=gradient+", 14).splitlines()
+        ['quantise:', 'where=', 'gradient+']
     """
     lines = [""]
-    for piece in re.split(r"(?<=[:,+/])", text):
+    pieces = re.split(r"(?<=[:,+/])", text)
+    for piece in (part for p in pieces for part in (re.split(r"(?<=[=_])", p) if len(p) > width else [p])):
         if lines[-1] and len(lines[-1] + piece) > width:
             lines.append("")
         lines[-1] += piece
     return "\n".join(lines)
 
 
-def _cell(column: Column, line: Mapping[str, Any], names: Mapping[str, int]) -> str:
+def _cell(column: Column, line: Mapping[str, Any], names: Mapping[str, int], marked: bool) -> str:
     if column.key == "attack" and names[name := parse_spec(line["attack"])[0]] == 1:
         return name  # without its settings, if no other attack has that name
-    mark = f" {MARK}" * (column.key == "recognisable" and bool(line.get("flags")))
+    mark = f" {MARK}" * (marked and bool(line.get("flags")))
     return (column.text(line, short=True) or "-") + mark

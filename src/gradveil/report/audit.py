@@ -8,6 +8,7 @@ from gradveil.report.figures import draw_figures
 from gradveil.report.files import save_figure, table_csv, to_csv
 from gradveil.report.headline import headline
 from gradveil.report.membership import membership_figure
+from gradveil.report.names import named
 from gradveil.report.page import audit_page
 from gradveil.report.sheets import read_gallery
 from gradveil.report.summary import membership, summarise, utility, with_costs
@@ -33,7 +34,10 @@ def write_report(folder: Path) -> Path:
     summary, costs = summarise(audit.rows, schema), utility(audit.rows, schema)
     lines = with_costs([*blind_lines(audit.rows, schema), *summary], costs, schema)
     write_atomic(folder / "summary.csv", table_csv(lines, schema, "summary", "price"))
-    if members := membership(audit.rows, schema):
+    members = membership(audit.rows, schema)
+    audit, gallery = named(audit, gallery)
+    summary, costs = summarise(audit.rows, schema), utility(audit.rows, schema)
+    if members:
         write_atomic(folder / "membership.csv", to_csv(members, schema.keys("members")))
         for kind in ("png", "svg"):
             save_figure(membership_figure(audit.rows), folder / "figures" / f"membership.{kind}")

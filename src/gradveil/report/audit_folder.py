@@ -43,6 +43,8 @@ class AuditFolder:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     schema: Schema = field(default_factory=schema_of)
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Short names of components, if the rows have these in place of the full ones (`gradveil.report.names`)."""
 
     @property
     def images(self) -> int:
@@ -56,7 +58,7 @@ class AuditFolder:
         asked = self.settings.get("defences")
         names = [str(name) for name in asked] if isinstance(asked, list) else []
         names += [cell.defence for cell in self.cells] + [row["defence"] for row in self.rows]
-        return sorted(dict.fromkeys(names), key=lambda name: name != "none")
+        return sorted(dict.fromkeys(self.names.get(name, name) for name in names), key=lambda name: name != "none")
 
 
 def read_audit(folder: Path) -> AuditFolder:

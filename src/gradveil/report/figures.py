@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gradveil.metrics.columns import build_metric, metric_column
+from gradveil.registry import parse_spec
 from gradveil.report.blind import blind_level
 from gradveil.report.files import save_figure
 from gradveil.report.labels import spread
@@ -114,7 +115,7 @@ def _strongest(gallery: Gallery, summary: Sequence[Mapping[str, Any]], name: str
 
 def _title(line: Line) -> str:
     name = "undefended" if line.defence == "none" else _plain(shortened(line.defence, 30))
-    return f"{name}\n{_plain(shortened(line.attack.split(':')[0], 30))}{', adaptive' if line.adaptive else ''}"
+    return f"{name}\n{_plain(shortened(parse_spec(line.attack)[0], 30))}{', adaptive' if line.adaptive else ''}"
 
 
 def _plain(text: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from gradveil.metrics import schema_of
 from gradveil.report.blind import chance
+from gradveil.report.names import for_people
 from gradveil.report.summary import membership, price_unknown, strongest, summarise, utility
 from gradveil.rows import Schema
 
@@ -29,7 +30,7 @@ def headline(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sche
 
 def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Schema | None = None) -> list[str]:
     """Return the sentences of `headline`; the first is about the undefended run, if there is one."""
-    schema = schema or schema_of()
+    schema, rows = schema or schema_of(), for_people(rows)
     lines = summarise(rows, schema)
     by_image = any(row.get("images_recognisable") is not None for row in rows)
     noun = "pictures" if images == 1 or by_image else "batches"

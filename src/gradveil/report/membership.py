@@ -13,9 +13,10 @@ from gradveil.metrics import schema_of
 from gradveil.metrics.roc import FALSE_RATES
 from gradveil.report.files import drawn
 from gradveil.report.markup import section, spec
+from gradveil.report.names import SPECS
 from gradveil.report.plane import shortened
 from gradveil.report.summary import membership
-from gradveil.report.tables import SPECS, page_columns, shown
+from gradveil.report.tables import page_columns, shown
 from gradveil.rows import Schema
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from gradveil.report.audit_folder import read_audit
 from gradveil.report.blind import blind_lines
 from gradveil.report.headline import headline
+from gradveil.report.names import named
 from gradveil.report.sheets import png, read_gallery
 from gradveil.report.summary import summarise, utility, with_costs
 
@@ -65,7 +66,7 @@ def link_html(path: Path) -> str:
 def audit_html(folder: Path, page: Path) -> str:
     """Return an audit for a notebook: the headline, the summary, the pictures of the first lines, and a link."""
     audit = read_audit(folder)
-    gallery = read_gallery(audit)
+    audit, gallery = named(audit, read_gallery(audit))
     costs = utility(audit.rows, audit.schema)
     summary = [*blind_lines(audit.rows, audit.schema), *summarise(audit.rows, audit.schema)]
     lines = with_costs(summary, costs, audit.schema)

@@ -9,6 +9,7 @@ from gradveil.report.audit_folder import AuditFolder
 from gradveil.report.blind import EXPLAINED, NAME, blind_lines
 from gradveil.report.headline import percent, sentences
 from gradveil.report.markup import bullets, solid, spec
+from gradveil.report.names import failures
 from gradveil.report.sheets import Gallery
 from gradveil.report.summary import membership, strongest
 from gradveil.report.tables import NOTHING, adaptive
@@ -52,18 +53,13 @@ def _banner(audit: AuditFolder, gallery: Gallery) -> str:
     """Return the box that says what is missing from the page, and why; "" if nothing is."""
     missing = len(audit.cells) - len(audit.done)
     unfinished = f"{len(audit.done)} of {len(audit.cells)} cells are done" if missing else ""
-    failed: dict[str, int] = {}
-    for row in audit.rows:
-        if row["failed"]:
-            what = f"{row['defence']}, {row['attack'] or 'training'}: {row['why'] or 'no reason given'}"
-            failed[what] = failed.get(what, 0) + 1
-    items = [f"{what} ({count} rows)" if count > 1 else what for what, count in failed.items()]
+    failed = sum(bool(row["failed"]) for row in audit.rows)
     parts = [f"<p><b>The run is unfinished</b>: {unfinished}. The figures below are of the finished cells.</p>"] * bool(
         missing
     )
-    if items:
-        parts.append(f"<p><b>{sum(failed.values())} rows are of cells that failed</b>, and count nowhere:</p>")
-        parts.append(bullets(items))
+    if failed:
+        parts.append(f"<p><b>{failed} rows are of cells that failed</b>, and count nowhere:</p>")
+        parts.append(bullets(failures(audit.rows)))
     notes = [*audit.notes, *gallery.notes]
     if notes:
         parts.append(f"<p><b>Parts of the folder could not be used</b>:</p>{bullets(notes)}")

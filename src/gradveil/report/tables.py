@@ -5,12 +5,11 @@ from html import escape
 from typing import Any
 
 from gradveil.report.markup import spec
+from gradveil.report.names import SPECS
 from gradveil.report.summary import recovered
 from gradveil.rows import KINDS, Column, Schema
 
 NOTHING = "–"
-SPECS = ("defence", "attack")
-"""Columns of component specs, which may break between their settings only."""
 
 
 def shown(column: Column, line: Mapping[str, Any]) -> str:
