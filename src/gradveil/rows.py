@@ -144,7 +144,8 @@ class Schema:
         """Return the columns of tables, without empty ones of metrics that were not asked for."""
         keys = [metric.key for metric in self.metrics if not metric.shown]
         unasked = {name for key in keys for name in (key, f"blind_{key}", *_DERIVED.get(key, ()))}
-        filled = {key for line in lines for key in unasked if line.get(key) is not None} if unasked else set()
+        done = [line for line in lines if line.get("n") != 0]  # lines whose attacks all failed count nothing
+        filled = {key for line in done for key in unasked if line.get(key) is not None}
         return [column for column in self.of(*tables) if column.key not in unasked - filled]
 
     def with_metrics(self, metrics: Iterable[Column]) -> "Schema":

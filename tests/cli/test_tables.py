@@ -122,6 +122,16 @@ def test_a_failed_attack_is_shown_as_failed():
     assert "0 of 0" not in output
 
 
+def test_a_failed_attack_does_not_keep_a_column_that_is_empty_otherwise():
+    schema = schema_of(["psnr"])
+    found = [privacy_row("none", "gs", psnr=20.0, ssim=None), privacy_row("prune", "gs", failed=True, psnr=None)]
+    lines = with_costs(summarise(found, schema), utility(found, schema), schema)
+    columns = {column.header: list(column.cells) for column in audit_table("", lines, schema).columns}
+    assert "Recognisable" not in columns
+    assert columns["PSNR, dB"] == ["20.00", "failed"]
+    assert "recognisable" not in [column.key for column in schema.used(lines, "summary")]
+
+
 def test_ones_own_files_are_shown_without_their_folder_unless_two_have_the_same_name():
     def cells(*defences):
         found = [privacy_row(name, "gs", psnr=20.0, ssim=0.9) for name in defences]

@@ -49,7 +49,8 @@ def audit_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Schema) 
 
 def _chosen(lines: Sequence[Mapping[str, Any]], schema: Schema) -> list[str]:
     """Return the columns to show: those that some line has a value for, as far as there is room."""
-    filled = {key for line in lines for key, value in line.items() if value is not None}
+    done = [line for line in lines if line["n"]] or lines  # lines whose attacks all failed count nothing
+    filled = {key for line in done for key, value in line.items() if value is not None}
     partly = any(line["guessed"] is not None and line["guessed"] < 1 for line in lines)
     shown = [key for key in SUMMARY_SHOWN if (key in filled or key in SPECS) and (key != "guessed" or partly)]
     ours = {name.replace("-", "_") for name in catalogue("metrics").entries}
@@ -120,5 +121,7 @@ def _folded(text: str, width: int) -> str:
 def _cell(column: Column, line: Mapping[str, Any], names: Mapping[str, int], marked: bool) -> str:
     if column.key == "attack" and names[name := parse_spec(line["attack"])[0]] == 1:
         return name  # without its settings, if no other attack has that name
+    if marked and line.get("failed") and not line["n"]:
+        return "failed"
     mark = f" {MARK}" * (marked and bool(line.get("flags")))
     return (column.text(line, short=True) or "-") + mark
