@@ -66,6 +66,7 @@ def observe(
         federation: the other clients, the server and the seed; by default an honest server and no other clients.
 
     Example:
+        >>> import torch
         >>> network = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
         >>> batch = Batch(torch.rand(1, 1, 2, 2), torch.tensor([1]), torch.tensor([False]))
         >>> observe(network, [batch], threat=ThreatModel(), num_classes=2).updates["1.weight"].shape
