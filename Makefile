@@ -7,11 +7,11 @@ export GRADVEIL_OFFLINE ?= 1
 
 .PHONY: demo test quick check bench clean
 
-demo: .venv/installed  ## audit three defences under two attacks on real digits, and print the path of the page
+demo: .venv/installed  ## audit four defences on real digits, and print the path of the page
 	@rm -rf runs/demo
-	$(BIN)/gradveil audit --dataset mnist-5k --model lenet-dlg --targets 8 --rounds 10 --adaptive --out runs/demo \
-	  --defences none,prune:fraction=0.7,gaussian:std=0.1,dp-sgd \
-	  --attacks gs:iterations=1200,sign=none,schedule=cosine,lr=0.3,tv=1e-6,dlg:iterations=30
+	$(BIN)/gradveil audit --dataset mnist-5k --model lenet-dlg --targets 8 --tap 1/500 --adaptive --out runs/demo \
+	  --defences soteria:probes=32,entangle,fedkl,dp-sgd \
+	  --attacks gs:iterations=600,sign=none,schedule=cosine,lr=0.3,tv=1e-6
 
 test: check  ## everything that CI checks
 	$(PYTEST)

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-TIMES = {"seconds", "round_seconds", "overhead"}
+TIMES = {"seconds", "round_seconds", "round_seconds_undefended", "overhead"}
 SMALL = "--dataset mnist-5k --clients 3 --partition iid:images=40 --batch-size 8"
 RUNS = {
     "train-none": f"train {SMALL} --model lenet5 --rounds 2 --sensitive 0.25",
@@ -35,7 +35,7 @@ RUNS = {
     "audit-hidden": f"audit {SMALL} --model lenet-dlg --targets 2 --images 4 --looks 3 --rounds 2 --adaptive "
     "--defences mixup,instahide,ats --attacks gs:iterations=10,encodings "
     "--knows labels,num-examples,encodings,public-data",
-    "audit-local": f"audit {SMALL} --model lenet-dlg --targets 2 --images 4 --update local --rounds 2 --adaptive "
+    "audit-local": f"audit {SMALL} --model lenet-dlg --targets 2 --protocol fedavg --rounds 2 --adaptive "
     "--defences clip --attacks gs:iterations=10,grnn:iterations=5 --knows labels,num-examples,local-steps",
     "audit-malicious": f"audit {SMALL} --model mlp --targets 2 --images 4 --rounds 5 "
     "--attacks imprint,trap-weights,boundary --knows num-examples,alters-model,public-data",

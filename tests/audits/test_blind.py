@@ -9,7 +9,7 @@ import torch
 from gradveil.attacks.gs import Gs
 from gradveil.audits import audit
 from gradveil.audits.blind import AVERAGE, GREY, MEAN, judged, yardstick
-from gradveil.audits.privacy import private_batches
+from gradveil.audits.views import private_batches
 from gradveil.data import load_dataset
 from gradveil.metrics.psnr import Psnr
 from gradveil.metrics.ssim import Ssim

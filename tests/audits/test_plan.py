@@ -7,7 +7,7 @@ from gradveil.data import load_dataset
 
 
 def test_the_cells_are_all_combinations_in_the_order_of_the_rows():
-    settings = AuditSettings(defences=("prune",), attacks=("gs", "dlg"), adaptive=True, seeds=2, targets=3)
+    settings = AuditSettings(defences=("prune",), attacks=("gs", "dlg"), adaptive=True, seeds=2, targets=3, tap=(2,))
     cells = plan(settings)
     assert [(c.seed, c.defence, c.attack, c.adaptive) for c in cells[:7]] == [
         (0, "none", "", False),
@@ -20,7 +20,16 @@ def test_the_cells_are_all_combinations_in_the_order_of_the_rows():
     ]
     assert len(cells) == 2 * 8
     assert len({cell.name for cell in cells}) == len(cells)
-    assert {(cell.first, cell.last) for cell in cells if cell.kind == "privacy"} == {(0, 3)}
+    assert {(cell.first, cell.last, cell.round) for cell in cells if cell.kind == "privacy"} == {(0, 3, 2)}
+
+
+def test_attacks_come_after_the_training_whose_updates_they_need_one_cell_per_tapped_round():
+    cells = plan(AuditSettings(defences=("prune",), seeds=2, rounds=9, tap=(1, 9)))
+    trainings = {cell.name: (cell.defence, cell.seed) for cell in cells if cell.kind == "utility"}
+    attacks = [cell for cell in cells if cell.kind == "privacy"]
+    assert [cell.round for cell in attacks] == [1, 9] * 4
+    assert all(trainings[cell.needs] == (cell.defence, cell.seed) for cell in attacks)
+    assert {cell.needs for cell in plan(AuditSettings(rounds=0))} == {""}
 
 
 def test_many_targets_are_cut_into_slices_without_gap():

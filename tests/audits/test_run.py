@@ -20,7 +20,7 @@ from gradveil.report.summary import summarise
 from gradveil.threat.observe import observe
 from tests.audits.conftest import QUICK
 
-TIMES = ("seconds", "round_seconds", "overhead")
+TIMES = ("seconds", "round_seconds", "round_seconds_undefended", "overhead")
 PRIVACY = {
     "defence", "attack", "adaptive", "seed", "target", "mse", "psnr", "ssim", "lpips", "converged", "attacker_loss",
     "knows", "seconds", "why", "epsilon", "delta",
@@ -49,10 +49,11 @@ def test_rows_are_complete_and_in_order(whole):
     rows = result.rows
     assert result.failed == {}
     privacy = [row for row in rows if row["kind"] == "privacy"]
-    assert [(r["defence"], r["adaptive"], r["target"]) for r in privacy] == [
-        (defence, adaptive, target)
+    assert [(r["defence"], r["adaptive"], r["round"], r["target"]) for r in privacy] == [
+        (defence, adaptive, number, target)
         for defence, versions in (("none", 1), ("prune", 2), ("gaussian:std=0.01", 2))
         for adaptive in (False, True)[:versions]
+        for number in (1, 2)
         for target in (0, 1)
     ]
     for row in privacy:
@@ -76,19 +77,22 @@ def test_rows_are_complete_and_in_order(whole):
     table = csv_rows(result.out / "rows.csv")
     assert [row["psnr"] for row in table] == ["" if row.get("psnr") is None else str(row["psnr"]) for row in rows]
     assert [row["knows"] for row in table] == ["+".join(row.get("knows", [])) for row in rows]
-    assert len(list((result.out / "images").glob("*.png"))) == 5
+    assert len(list((result.out / "images").glob("*.png"))) == 10
 
 
 def test_saved_images_are_the_scored_ones(whole):
     settings, result = whole
     truth = load_file(result.out / "truth.safetensors")
-    assert truth["images"].shape == (2, 1, 1, 8, 8)
+    assert truth["images"].shape == (4, 1, 1, 8, 8)
+    assert truth["round"].tolist() == [1, 1, 2, 2]
     for cell in plan(settings):
         if cell.kind == "privacy":
             found = load_file(result.out / "cells" / f"{cell.name}.safetensors")
             assert torch.equal(found["iterates"][-1], found["images"])
             assert found["guessed"].all()
-            apart = (truth["images"].double() - found["images"].double()).div(255).square().flatten(1).mean(1)
+            own = truth["images"][truth["round"] == cell.round]
+            assert torch.equal(found["truth"], own)
+            apart = (own.double() - found["images"].double()).div(255).square().flatten(1).mean(1)
             rows = [row for row in result.rows if row["cell"] == cell.name]
             assert apart.tolist() == pytest.approx([row["mse"] for row in rows], abs=2e-3)
 
@@ -172,8 +176,9 @@ def test_a_failed_cell_is_recorded_the_others_run_and_resume_retries_it(small, t
     assert all("must be mended" in why for why in result.failed.values())
     bad = [row for row in result.rows if row["failed"]]
     assert [(row["kind"], row.get("target")) for row in bad] == [("utility", None), ("privacy", 0), ("privacy", 1)]
+    assert "The training utility-00002, whose updates are attacked" in bad[1]["why"]
     assert all(row["psnr"] is None for row in bad if row["kind"] == "privacy")
-    assert all(row["why"].startswith("DefenceError: The update must be mended") for row in bad)
+    assert all("DefenceError: The update must be mended" in row["why"] for row in bad)
     assert sum(not row["failed"] for row in result.rows) == 6
     (tmp_path / "mended").touch()
     again = audit(settings, out, workers=0, resume=True)
@@ -204,15 +209,24 @@ def test_a_used_folder_another_run_and_changed_settings_are_refused(whole, small
         audit(settings, tmp_path / "train", workers=0, resume=True)
 
 
-def test_too_many_targets_are_refused_before_anything_is_written(small, tmp_path):
-    with pytest.raises(ConfigError, match="at most the 60 training images, got 61"):
-        audit(small(targets=61), tmp_path / "run", workers=0)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"targets": 61, "rounds": 0}, "at most the 60 training images, got 61"),
+        ({"targets": 4}, r"at most the clients of a round that are no guards \(3 in round 1\), got 4. Lower --targets"),
+        ({"targets": 3, "defences": "entangle", "model": "mlp"}, r"\(2 in round 1\), got 3"),
+        ({"targets": 2, "sampled": 1}, r"\(1 in round 1\), got 2"),
+    ],
+)
+def test_too_many_targets_are_refused_before_anything_is_written(small, tmp_path, change, text):
+    with pytest.raises(ConfigError, match=text):
+        audit(small(**change), tmp_path / "run", workers=0)
     assert not (tmp_path / "run").exists()
 
 
 def test_attacked_updates_equal_those_of_observe_in_any_slicing(small, tmp_path, monkeypatch):
     """Each target is its own client, whichever slice it is in."""
-    from gradveil.audits import privacy
+    from gradveil.audits import views
 
     seen = []
 
@@ -220,7 +234,7 @@ def test_attacked_updates_equal_those_of_observe_in_any_slicing(small, tmp_path,
         seen.append(observe(*args, **kwargs))
         return seen[-1]
 
-    monkeypatch.setattr(privacy, "observe", watched)
+    monkeypatch.setattr(views, "observe", watched)
     settings = small(defences="gaussian:std=0.1", targets=18, rounds=0, attacks="gs:iterations=1")
     audit(settings, tmp_path / "run", workers=0)
     none, more_none, noisy, more_noisy = (next(iter(each.updates.values())) for each in seen)
@@ -231,7 +245,7 @@ def test_attacked_updates_equal_those_of_observe_in_any_slicing(small, tmp_path,
 
 def test_local_updates_and_more_knowledge(small, tmp_path):
     settings = small(
-        update="local", images=4, batch_size=2, targets=1, rounds=0, lr=0.01, momentum=0.0,
+        protocol="fedavg", images=4, batch_size=2, targets=1, rounds=0, lr=0.01, momentum=0.0,
         knows="num-examples,local-steps,class-averages",
         attacks="gs:iterations=5,start=class-average,sign=none",
     )  # fmt: skip
@@ -311,7 +325,7 @@ def test_missing_images_are_computed_again(small, tmp_path):
             "needs public-data; add --knows alters-model,num-examples,public-data",
         ),
         (
-            {"update": "local", "images": 4, "batch_size": 2},
+            {"protocol": "fedavg", "batch_size": 2},
             "needs local-steps; add --knows labels,local-steps,num-examples",
         ),
         ({"model": "resnet20", "defences": "clip+dp-sgd"}, "needs per-example gradients.*--batch-norm freeze"),

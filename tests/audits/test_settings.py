@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from gradveil.audits import AuditSettings, make_audit_settings
@@ -33,7 +35,13 @@ def test_an_empty_list_is_refused(kind, empty):
         ({"images": 0}, ConfigError, "images must be"),
         ({"looks": 0}, ConfigError, "looks must be"),
         ({"seeds": 0}, ConfigError, "seeds must be"),
-        ({"update": "weights"}, ConfigError, "update"),
+        ({"update": "local"}, ConfigError, "update is a setting of audits before --protocol.*--protocol fedavg"),
+        ({"algorithm": "fedsgd"}, ConfigError, "algorithm is a setting of audits before --protocol.*--protocol lab"),
+        ({"protocol": "labs"}, ConfigError, "protocol"),
+        ({"tap": "1/9", "rounds": 8}, ConfigError, r"tap must name rounds of the training \(1 to 8\), got 9.*--rounds"),
+        ({"tap": "0"}, ConfigError, "tap must name rounds"),
+        ({"tap": "2/2"}, ConfigError, "tap must name each round once"),
+        ({"aggregation": "secure"}, ConfigError, "aggregation must be none for now"),
         ({"rounds": -1}, ConfigError, "rounds must be"),
         ({"lr": "fast"}, ConfigError, "lr"),
         ({"target": 3}, UnknownNameError, "Did you mean 'targets'"),
@@ -57,10 +65,22 @@ def test_a_toml_file_holds_lists_and_tables(tmp_path):
 
 
 def test_the_training_has_the_same_settings():
-    settings = AuditSettings(lr=0.3, clients=7, partition="by-class", seed=5, rounds=4)
-    assert settings.training("prune", 6) == TrainSettings(
+    settings = AuditSettings(lr=0.3, clients=7, partition="by-class", seed=5, rounds=4, protocol="fedavg")
+    same = TrainSettings(
         model="lenet-dlg", lr=0.3, clients=7, partition="by-class", rounds=4, sensitive="0.1", defence="prune", seed=6
     )
+    assert settings.training("prune", 6) == same
+    lab = dataclasses.replace(settings, protocol="lab", images=3).training("prune", 6)
+    assert lab == dataclasses.replace(same, algorithm="fedsgd", batch_size=3)
+
+
+def test_each_protocol_has_its_own_number_of_rounds_and_taps():
+    assert make_audit_settings({}).rounds == 500
+    assert make_audit_settings({"protocol": "fedavg"}).rounds == 20
+    assert make_audit_settings({"protocol": "fedavg", "rounds": 7}).rounds == 7
+    assert make_audit_settings({"rounds": 9}).taps == (1, 4, 9)
+    assert make_audit_settings({"rounds": 9, "tap": "2/5"}).taps == (2, 5)
+    assert make_audit_settings({"rounds": 0}).taps == (1,)
 
 
 def test_seeds_count_up_from_the_first():

@@ -7,6 +7,7 @@ import pytest
 
 from gradveil.audits import make_audit_settings, utility
 from gradveil.audits.plan import Cell
+from gradveil.audits.tapping import world_of
 from gradveil.audits.utility import TIMED_ROUNDS, price_cell
 from gradveil.data import load_dataset
 from gradveil.defences import build_defence
@@ -15,10 +16,14 @@ from gradveil.engines.in_process import InProcess
 from gradveil.engines.simulation import Simulation
 
 
-def price(settings, defence, clients=None):
+def price(settings, defence, out=None):
     cell = Cell("utility-00000", "utility", defence, 0)
-    (row,) = price_cell(cell, settings, load_dataset(settings.dataset), clients=clients)
+    (row,) = price_cell(cell, settings, load_dataset(settings.dataset), out=out)
     return row
+
+
+def training_of(settings, defence):
+    return world_of(settings, defence, 0, load_dataset(settings.dataset)).training
 
 
 @pytest.fixture
@@ -67,7 +72,7 @@ def test_none_is_not_trained_twice(small, clocked):
 def test_the_row_has_what_the_defence_reported_in_the_last_round(small):
     settings = small(rounds=2, defences="dp-sgd", batch_norm="freeze")
     row = price(settings, "dp-sgd")
-    with Simulation(settings.training("dp-sgd", 0), workers=0) as simulation:
+    with Simulation(training_of(settings, "dp-sgd"), workers=0) as simulation:
         last = list(simulation.run())[-1]
     assert row["reports"] == last["reports"]
     assert row["reports"].keys() == {"dp_sgd_clipped"}
@@ -77,7 +82,7 @@ def test_the_row_has_what_the_defence_reported_in_the_last_round(small):
 def test_the_figures_are_those_of_the_training(small):
     settings = small(rounds=3, defences="prune")
     row = price(settings, "prune")
-    with Simulation(settings.training("prune", 0), workers=0) as simulation:
+    with Simulation(training_of(settings, "prune"), workers=0) as simulation:
         last = list(simulation.run())[-1]
     assert (row["accuracy"], row["accuracy_sensitive"]) == (last["accuracy"], last["accuracy_sensitive"])
     assert row["loss"] == last["loss"]
@@ -96,7 +101,7 @@ def test_the_budget_is_that_of_the_worst_client(small):
 
 @pytest.mark.parametrize(("defence", "share"), [("dcs2:steps=1", "20%"), ("dcs2:steps=1+prune", "20%"), ("prune", "")])
 def test_a_price_says_how_many_images_it_protected(small, defence, share):
-    why = price(small(rounds=1, sensitive="0.2"), defence)["why"]
+    why = price(small(rounds=1, sensitive="0.2", protocol="fedavg"), defence)["why"]
     assert why.startswith(f"{share} of the images are marked") if share else why == ""
 
 
@@ -110,10 +115,10 @@ def test_obscured_images_are_reused_but_states_are_not(small, tmp_path, monkeypa
     monkeypatch.setattr(Loda, "obscured", counting)
     settings, defence = small(rounds=2), "loda:start=noise,steps=1,layers=all+fedkl"
     settings = dataclasses.replace(settings, model="lenet-dlg")
-    first = price(settings, defence, tmp_path / "clients")
+    first = price(settings, defence, tmp_path)
     assert made
     made.clear()
-    again = price(settings, defence, tmp_path / "clients")
+    again = price(settings, defence, tmp_path)
     assert made == []
     assert (again["accuracy"], again["loss"]) == (first["accuracy"], first["loss"])
 
@@ -121,6 +126,15 @@ def test_obscured_images_are_reused_but_states_are_not(small, tmp_path, monkeypa
 @pytest.mark.parametrize(("lr", "guessed"), [(1e-9, True), (0.05, False)])
 def test_a_price_says_whether_the_training_learned(lr, guessed):
     settings = make_audit_settings(
-        {"dataset": "mnist-5k", "model": "logistic", "partition": "iid:images=60", "clients": 2, "rounds": 2, "lr": lr}
+        {
+            "dataset": "mnist-5k",
+            "model": "logistic",
+            "partition": "iid:images=60",
+            "clients": 2,
+            "rounds": 2,
+            "lr": lr,
+            "protocol": "fedavg",
+            "targets": 1,
+        }
     )
     assert price(settings, "none")["at_chance"] is guessed

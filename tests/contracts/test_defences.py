@@ -21,7 +21,16 @@ DEFENCES = list(components("defences"))
 QUICK = {"dcs2": build_defence("dcs2:steps=2")}
 """Settings for a training that takes little time."""
 TESTS = Path(__file__).parents[1] / "defences"
-NO_HOOKS = ("adaptive", "budget", "certificate", "check", "check_images", "overrides", "require_pixels")
+NO_HOOKS = (
+    "adaptive",
+    "budget",
+    "certificate",
+    "check",
+    "check_images",
+    "check_training",
+    "overrides",
+    "require_pixels",
+)
 
 
 def make_model():

@@ -7,8 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from gradveil.audits.plan import Cell
-from gradveil.audits.privacy import observed, private_batches
 from gradveil.audits.settings import make_audit_settings
+from gradveil.audits.views import observed, private_batches
 from gradveil.cli import app
 from gradveil.data import load_dataset
 from gradveil.defences import Countermove, build_defence

@@ -1,6 +1,7 @@
 """Work out one cell of an audit. A cell that fails leaves rows that say why."""
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,15 @@ from gradveil.attacks import build_any_attack
 from gradveil.attacks.base import needs_message
 from gradveil.audits.membership import membership_cell
 from gradveil.audits.plan import Cell, Rows, facts_of
-from gradveil.audits.privacy import SECRETS, attack_cell
+from gradveil.audits.privacy import attack_cell
 from gradveil.audits.settings import AuditSettings
+from gradveil.audits.tapping import attacked_clients
 from gradveil.audits.utility import price_cell
+from gradveil.audits.views import SECRETS
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.auxiliary import joined, refuse_overlap
 from gradveil.data.federated import federate
-from gradveil.defences import build_defence
+from gradveil.defences import Defence, build_defence
 from gradveil.engines.devices import defended, local_settings, make_network
 from gradveil.engines.simulation import check_output, chosen_normalisation
 from gradveil.engines.training import single_thread
@@ -27,20 +30,20 @@ from gradveil.threat import Knowledge, ThreatModel
 
 
 def run_cell(
-    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, clients: Path | None = None
+    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, out: Path | None = None
 ) -> tuple[Rows, dict[str, Tensor]]:
     """Return the cell's rows, and its pictures by name, worked out on one torch thread.
 
-    The result depends on the settings alone. ``root`` is the data root, which holds the weights of metrics;
-    ``clients`` is a folder for the private files of clients that train.
+    The result depends on the settings alone. ``root`` is the data root, which holds the weights of metrics; ``out`` is
+    the audit's folder, for the private files of clients that train and for the taps of trainings.
     """
     try:
         with single_thread():
             if cell.kind == "utility":
-                return price_cell(cell, settings, dataset, root, clients), {}
+                return price_cell(cell, settings, dataset, root, out), {}
             if cell.kind == "membership":
                 return membership_cell(cell, settings, dataset, root), {}
-            return attack_cell(cell, settings, dataset, root)
+            return attack_cell(cell, settings, dataset, root, out)
     except GradveilError as error:
         return failed_rows(cell, f"{type(error).__name__}: {error}", settings), {}
     except Exception as error:  # a user's own component, or torch out of memory: the other cells still run
@@ -63,13 +66,13 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     training = settings.training("none", settings.seed)
     for spec in settings.attacks:
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
-        several = settings.update == "local" and local_settings(training).num_steps(settings.images) > 1
+        several = _several(settings, dataset)
         needs = build_any_attack(spec).needs_for(single_step=not several)
         if not needs <= granted:
             raise ConfigError(needs_message(spec, needs, granted))
         if several and Knowledge.ENCODINGS in build_any_attack(spec).needs:
             raise ConfigError(
-                f"Attack {spec!r} needs updates of a single step, got several local steps. Use --update gradient."
+                f"Attack {spec!r} needs updates of a single step, got several local steps. Use --protocol lab."
             )
     defences = [build_defence(spec) for spec in settings.defences]
     public = [defence for defence in defences if defence.uses_aux]
@@ -83,16 +86,37 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     check_output(network, dataset.shape, dataset.num_classes, torch.device("cpu"))
     for defence in defences:
         defence.early_clients(settings.clients)
-        defence.check_images(settings.images, aux=bool(settings.aux) or not settings.rounds)
+        images = settings.images if settings.protocol == "lab" else _fewest(settings, dataset)
+        defence.check_images(images, aux=bool(settings.aux) or not settings.rounds)
         changed = defended(copy.deepcopy(network), defence, settings.seed, "server")
         check_output(changed, dataset.shape, dataset.num_classes, torch.device("cpu"))
         defence.check(changed, dataset.shape)
         if settings.rounds:
             check_trainable(changed, defence, local_settings(training))
-    if settings.rounds:
-        dealt = federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed)
-        for defence in defences:
-            defence.check_images(min(dealt.sizes), aux=True)
+    _check_trainings(settings, dataset, defences)
+
+
+def _check_trainings(settings: AuditSettings, dataset: Dataset, defences: Iterable[Defence]) -> None:
+    """Raise if clients of a training have too few images for a defence, or a round too few clients to attack."""
+    if not settings.rounds:
+        return
+    for defence in defences:
+        defence.check_images(_fewest(settings, dataset), aux=True)
+    for seed in settings.all_seeds:
+        attacked_clients(settings, seed)
+
+
+def _several(settings: AuditSettings, dataset: Dataset) -> bool:
+    """Return whether clients take several local steps per round."""
+    how = local_settings(settings.training("none", settings.seed))
+    return how.algorithm == "fedavg" and how.num_steps(_fewest(settings, dataset)) > 1
+
+
+def _fewest(settings: AuditSettings, dataset: Dataset) -> int:
+    """Return the number of images of the client that has fewest."""
+    if not settings.rounds:
+        return settings.images
+    return min(federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed).sizes)
 
 
 def failed_rows(cell: Cell, why: str, settings: AuditSettings) -> Rows:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from gradveil.attacks import MembershipAttack, build_any_attack
@@ -28,6 +29,8 @@ class Cell:
         adaptive: whether the attacker knows the defence.
         first: the first target.
         last: one more than the last target.
+        round: the tapped round whose updates are attacked; 0 for a cell that is not about one round.
+        needs: the name of the training whose updates are attacked, which must be finished before; "" for none.
     """
 
     name: str
@@ -38,13 +41,16 @@ class Cell:
     adaptive: bool = False
     first: int = 0
     last: int = 0
+    round: int = 0
+    needs: str = ""
 
     @property
     def title(self) -> str:
         """What the cell does, for people."""
         if self.kind == "utility":
             return f"training under {self.defence}"
-        return f"{self.attack} on {self.defence}{' (adaptive)' if self.adaptive else ''}"
+        where = f" in round {self.round}" if self.needs else ""
+        return f"{self.attack} on {self.defence}{where}{' (adaptive)' if self.adaptive else ''}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the cell as plan.json holds it."""
@@ -55,14 +61,15 @@ class Cell:
 def plan(settings: AuditSettings) -> list[Cell]:
     """Return all cells in the order of the rows: for each seed and defence first its training, then its attacks.
 
-    An attack on membership has one cell for all its rounds. Only the plain attack is run if the defence names no
-    countermove, or if the attack does not adapt.
+    Attacks need the training's taps. An attack on membership trains by itself and has one cell for all its rounds. Only
+    the plain attack is run if the defence names no countermove, or if the attack does not adapt.
     """
     cells: list[Cell] = []
     for seed in settings.all_seeds:
         for defence in settings.defences:
-            if settings.rounds:
-                cells.append(Cell(f"utility-{len(cells):05d}", "utility", defence, seed))
+            training = f"utility-{len(cells):05d}" if settings.rounds else ""
+            if training:
+                cells.append(Cell(training, "utility", defence, seed))
             own = build_defence(defence)
             knowing = settings.adaptive and own.overrides("adaptive")
             for attack in settings.attacks:
@@ -72,10 +79,10 @@ def plan(settings: AuditSettings) -> list[Cell]:
                 adapts = knowing and (built.adapts or own.hides_images)
                 plain = Knowledge.DEFENCE not in built.needs
                 for adaptive in [False] * plain + [True] * adapts:
-                    for first in range(0, settings.targets, SLICE):
+                    for tap, first in product(settings.taps, range(0, settings.targets, SLICE)):
                         last = min(first + SLICE, settings.targets)
                         name = f"privacy-{len(cells):05d}"
-                        cells.append(Cell(name, "privacy", defence, seed, attack, adaptive, first, last))
+                        cells.append(Cell(name, "privacy", defence, seed, attack, adaptive, first, last, tap, training))
     return cells
 
 
@@ -92,7 +99,8 @@ def facts_of(cell: Cell) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": cell.kind, "defence": cell.defence, "seed": cell.seed, "cell": cell.name}
     if cell.kind == "utility":
         return facts
-    return facts | {"attack": cell.attack} | ({"adaptive": cell.adaptive} if cell.kind == "privacy" else {})
+    own = {"adaptive": cell.adaptive, "round": cell.round} if cell.kind == "privacy" else {}
+    return facts | {"attack": cell.attack} | own
 
 
 def finite(value: float | None) -> float | None:

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from gradveil.data import Dataset, load_dataset
 from gradveil.data.pixels import to_unit
 from gradveil.progress import listening, tell
 from gradveil.report.pictures import lines_png
-from gradveil.storage import load_tensors, to_safetensors, write_atomic
+from gradveil.storage import to_safetensors, write_atomic
 
 Finished = Callable[[Cell, Rows], None]
 Progress = Callable[[float, str], None]
@@ -64,7 +63,7 @@ def _show(progress: Progress, number: int, title: str, share: float) -> None:
 def _worked(cell: Cell, settings: AuditSettings, dataset: Dataset, data_root: Path | None, out: Path) -> Rows:
     """Run a cell, save it, and delete its clients' private files, which only a repeated try would need."""
     clients = out / "clients" / cell.name
-    rows = _save(cell, *run_cell(cell, settings, dataset, data_root, clients), out)
+    rows = _save(cell, *run_cell(cell, settings, dataset, data_root, out), out)
     shutil.rmtree(clients, ignore_errors=True)
     with contextlib.suppress(OSError):  # clients of other cells may be training
         clients.parent.rmdir()
@@ -75,8 +74,7 @@ def _save(cell: Cell, rows: Rows, pictures: dict[str, Tensor], out: Path) -> Row
     """Save pictures first and rows last, so that a cell with rows is complete; return the rows."""
     if pictures:
         write_atomic(out / "cells" / f"{cell.name}.safetensors", to_safetensors(pictures))
-        truth = load_tensors(out / "truth.safetensors")["images"][cell.first : cell.last]
-        lines = [to_unit(images.flatten(0, 1)) for images in (truth, pictures["images"])]
+        lines = [to_unit(pictures[name].flatten(0, 1)) for name in ("truth", "images")]
         slug = re.sub(r"[^A-Za-z0-9.=]+", "-", f"{cell.defence} {cell.attack} {'adaptive' * cell.adaptive}").strip("-")
         write_atomic(out / "images" / f"{cell.name}-{slug[:80]}.png", lines_png(lines))
     write_atomic(out / "cells" / f"{cell.name}.json", json.dumps(rows, allow_nan=False).encode())
@@ -95,16 +93,18 @@ def _in_workers(
     finished: Finished,
     progress: Progress,
 ) -> None:
-    """Give each worker one cell at a time. If a worker is lost, its cell fails and a new worker starts."""
-    waiting, done = deque(cells), 0
+    """Give each worker a cell whose training is finished. If a worker is lost, its cell fails and a new one starts."""
+    waiting, done = list(cells), 0
+    open_ = {cell.name for cell in cells}
     task = _Task(settings, out, data_root, os.getpid())
     workers = [_Worker(task) for _ in range(count)]
     try:
         while done < len(cells):
             for index, worker in enumerate(workers):
-                if worker.cell is None and waiting:
-                    if worker.takes(waiting[0]):
-                        waiting.popleft()
+                ready = next((cell for cell in waiting if cell.needs not in open_), None)
+                if worker.cell is None and ready is not None:
+                    if worker.takes(ready):
+                        waiting.remove(ready)
                     else:
                         workers[index] = _Worker(task)  # it was lost while idle
             busy = {worker.connection: worker for worker in workers if worker.cell is not None}
@@ -121,6 +121,7 @@ def _in_workers(
                     rows = _save(cell, failed_rows(cell, why, settings), {}, out)
                     workers[workers.index(worker)] = _Worker(task)
                 finished(cell, rows)
+                open_.discard(cell.name)
                 done += 1
             titles = [worker.cell.title for worker in workers if worker.cell is not None]
             progress(done + sum(worker.share for worker in workers), "; ".join(titles))

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from gradveil.attacks import Attack, build_any_attack
 from gradveil.audits.cells import check
 from gradveil.audits.plan import Cell, Rows, num_rows, plan
 from gradveil.audits.pool import work_through
-from gradveil.audits.privacy import private_batches, refuse_known
-from gradveil.audits.settings import AuditSettings, make_audit_settings
+from gradveil.audits.settings import ROUNDS, AuditSettings, make_audit_settings
+from gradveil.audits.tapping import forget_taps, has_taps, stacked, truths
+from gradveil.audits.views import private_batches, refuse_known
 from gradveil.config import read_settings, to_toml
 from gradveil.data import Dataset, load_dataset
-from gradveil.data.pixels import to_bytes
 from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
 from gradveil.engines.simulation import num_workers, usable_device
 from gradveil.errors import DataError, RunFolderError
@@ -29,9 +29,12 @@ from gradveil.registry import own_files
 from gradveil.report.words import command_of
 from gradveil.rows import Schema, to_plain
 from gradveil.storage import save_tensors, write_atomic
+from gradveil.types import Batch
 
 Progress = Callable[[float, int, str], None]
 """Called with the cells done (a running cell counts by its share), their number, and what is being done."""
+WHERE = ("seed", "round", "target")
+"""What truth.safetensors says of each attacked update."""
 EVERY = 5.0
 """Seconds between two updates of rows.jsonl while the audit runs."""
 
@@ -121,6 +124,7 @@ def audit(
             finished=finished,
             progress=lambda now, doing: progress(done + now, len(cells), doing),
         )
+        _forget(cells, found, out)
         rows = _in_order(cells, found)
         progress(len(cells), len(cells), "writing the report")
         write_atomic(out / "rows.jsonl", to_lines(rows))
@@ -141,7 +145,8 @@ def _begin(
             f"{folder.path} must be new or empty, got a folder that holds a run. "
             "Add --resume (in Python: resume=True) to continue it, or choose another --out."
         )
-    private = private_batches(settings, dataset)
+    targets = list(_targets(settings, dataset))
+    private = [batch for *_, batch in targets]
     attacks = [build_any_attack(spec) for spec in settings.attacks]
     refuse_known([attack for attack in attacks if isinstance(attack, Attack)], private, dataset)
     specs = (settings.model, *settings.defences, *settings.attacks, *settings.metrics)
@@ -150,20 +155,42 @@ def _begin(
     _check_same(folder.path, settings, identity)
     for part in folder.path.rglob(".*.part"):  # left by a write that was killed
         part.unlink(missing_ok=True)
-    facts = {"kind": "audit", "command": command_of(asdict(settings), asdict(AuditSettings()))}
+    facts = {
+        "kind": "audit",
+        "command": command_of(asdict(settings), asdict(AuditSettings()) | {"rounds": ROUNDS[settings.protocol]}),
+    }
     write_atomic(folder.path / "settings.toml", tomli_w.dumps(facts).encode() + to_toml(settings))
     metrics = to_plain(settings.schema.metrics)
     document = {"identity": identity, "metrics": metrics, "cells": [cell.to_json() for cell in cells]}
     write_atomic(folder.path / "plan.json", json.dumps(document, indent=1).encode())
-    images = torch.stack([batch.images for batch in private])
-    truth = {
-        "images": to_bytes(images),
-        "labels": torch.stack([batch.labels for batch in private]),
-    }
-    save_tensors(folder.path / "truth.safetensors", truth)
+    if targets:
+        images, labels = stacked(private)
+        where = {name: torch.tensor([each[place] for each in targets]) for place, name in enumerate(WHERE)}
+        save_tensors(folder.path / "truth.safetensors", {"images": images, "labels": labels, **where})
     found = {cell.name: rows for cell in cells if (rows := _finished(folder.path / "cells", cell, settings))}
+    for cell in cells:  # attacks that are left need the taps of their training, which may have been deleted
+        lacking = cell.name not in found and cell.needs in found
+        if lacking and not has_taps(folder.path / "trainings" / cell.needs, settings):
+            del found[cell.needs]
     write_atomic(folder.path / "rows.jsonl", to_lines(_in_order(cells, found)))
     return found
+
+
+def _targets(settings: AuditSettings, dataset: Dataset) -> Iterator[tuple[int, int, int, Batch]]:
+    """Yield seed, round and target of each attacked update with the images behind it."""
+    if settings.rounds:
+        yield from truths(settings, dataset)
+        return
+    for seed in settings.all_seeds:
+        for target, batch in enumerate(private_batches(settings, dataset)):
+            yield seed, 1, target, batch
+
+
+def _forget(cells: Sequence[Cell], found: Mapping[str, Rows], out: Path) -> None:
+    """Delete the taps of trainings whose attacks are all finished."""
+    needed = {cell.needs for cell in cells if any(row["failed"] for row in found[cell.name])}
+    for name in {cell.needs for cell in cells} - needed - {""}:
+        forget_taps(out / "trainings" / name)
 
 
 def _check_same(path: Path, settings: AuditSettings, identity: Mapping[str, str]) -> None:

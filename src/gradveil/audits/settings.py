@@ -7,6 +7,7 @@ from gradveil.attacks import MembershipAttack, build_any_attack
 from gradveil.config import TrainSettings, absolute_dataset, absolute_path, absolute_spec, names_options, setting
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import check_aggregation, check_taps, default_taps
 from gradveil.metrics import build_metric, schema_of
 from gradveil.metrics.columns import STANDARD
 from gradveil.registry import Component, convert, split_specs
@@ -16,6 +17,13 @@ from gradveil.validate import in_range, one_of
 
 FACTS = ("kind", "command")
 """What settings.toml says beside the settings."""
+ROUNDS = {"lab": 500, "fedavg": 20}
+"""The protocols, and how many rounds each trains by default."""
+REPLACED = {
+    "update": "Use --protocol lab (gradients) or --protocol fedavg (local training), and a new --out.",
+    "algorithm": "Use --protocol lab (fedsgd) or --protocol fedavg, and a new --out.",
+}
+"""Settings that audits had once, and what to use in their place."""
 LISTS = ("defences", "attacks", "knows", "metrics")
 """Settings that are lists, written with commas on the command line."""
 
@@ -31,12 +39,16 @@ class AuditSettings:
     )
     attacks: tuple[str, ...] = setting(("gs",), "Attacks, a list (gradveil list attacks).")
     adaptive: bool = setting(False, "Run each attack a second time with knowledge of the defence.")
-    targets: int = setting(8, "Number of attacked updates, each of a different client.")
-    images: int = setting(1, "Private images per attacked update.")
-    looks: int = setting(1, "Rounds of each client that the server sees, on the same weights; decoders need many.")
-    update: str = setting(
-        "gradient", "What is attacked: gradient (one gradient of all images), or local (local training)."
+    protocol: str = setting(
+        "lab",
+        "How clients train and what is attacked: lab (each sends the gradient of --images images per round) or fedavg "
+        "(--epochs over all its images).",
     )
+    tap: tuple[int, ...] = setting((), "Rounds whose updates are attacked: 1/5/20; by default first, middle, last.")
+    targets: int = setting(8, "Attacked clients in each tapped round.")
+    images: int = setting(1, "Images behind each update, with --protocol lab.")
+    looks: int = setting(1, "Rounds of each client that the server sees, on the same weights; decoders need many.")
+    aggregation: str = setting("none", "What the server sees: none (each client's update); secure is not there yet.")
     knows: tuple[str, ...] = setting(
         ("labels", "num-examples"), "What the attacker knows beside the model and the update: labels,num-examples,..."
     )
@@ -45,7 +57,9 @@ class AuditSettings:
     metrics: tuple[str, ...] = setting(STANDARD, "Metrics, a list (gradveil list metrics), or your own file.py:Class.")
     weights: str = setting("", "Attack and train from these weights (safetensors).")
     normalise: str = setting("dataset", "Input normalisation: dataset, imagenet, none, or mean/std as 0.5/0.5.")
-    rounds: int = setting(20, "Rounds of training under each defence, to measure its cost; 0 trains nothing.")
+    rounds: int = setting(
+        500, "Rounds of training under each defence (fedavg: 20 by default); 0 attacks first updates without training."
+    )
     clients: int = setting(10, "Number of clients in that training.")
     sampled: int = setting(0, "Clients per round; 0 is all.")
     partition: str = setting(
@@ -53,11 +67,10 @@ class AuditSettings:
     )
     aux: str = setting("", "Data set of public images for defences that need some; a guard trains on them.")
     sensitive: str = setting("0.1", "Images marked sensitive: a fraction of each client's, or positions 0/5/7.")
-    algorithm: str = setting("fedavg", "Algorithm of that training: fedavg or fedsgd.")
-    epochs: int = setting(1, "Local epochs per round.")
-    batch_size: int = setting(32, "Images per local step; 0 is all images of the client.")
+    epochs: int = setting(1, "Local epochs per round, with --protocol fedavg.")
+    batch_size: int = setting(32, "Images per local step, with --protocol fedavg; 0 is all images of the client.")
     lr: float = setting(0.05, "Learning rate of the clients' SGD.")
-    momentum: float = setting(0.9, "Momentum of the clients' SGD.")
+    momentum: float = setting(0.9, "Momentum of the clients' SGD, with --protocol fedavg.")
     weight_decay: float = setting(0.0, "L2 penalty of the clients' SGD.")
     batch_norm: str = setting("average", "Running statistics: average (sent and averaged), local (kept), or freeze.")
     device: str = setting("cpu", "cpu, cuda or cuda:1.")
@@ -82,7 +95,9 @@ class AuditSettings:
         in_range("looks", self.looks, 1, 10_000)
         in_range("seeds", self.seeds, 1, 10_000)
         in_range("seed", self.seed, 0, 2**62)
-        one_of("update", self.update, ["gradient", "local"])
+        one_of("protocol", self.protocol, list(ROUNDS))
+        check_aggregation(self.aggregation)
+        check_taps(self.tap, self.rounds or 1)
         if "defence" in self.knows:
             raise ConfigError(
                 "knows must not name 'defence', got it there. Add --adaptive, which grants it in rows of their own."
@@ -101,16 +116,22 @@ class AuditSettings:
         return ["metrics"] if self.metrics == STANDARD else []
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """The tapped rounds; without training, the first alone."""
+        return self.tap or default_taps(self.rounds or 1)
+
+    @property
     def all_seeds(self) -> range:
         """The seeds, one per repetition."""
         return range(self.seed, self.seed + self.seeds)
 
     def training(self, defence: str, seed: int) -> TrainSettings:
-        """Return the settings of the training that measures what a defence costs."""
+        """Return the settings of the training whose updates are attacked and whose price is measured."""
         mine = {field.name for field in fields(self)}
         same = {field.name: getattr(self, field.name) for field in fields(TrainSettings) if field.name in mine}
         aux = self.aux if build_defence(defence).uses_aux else ""
-        return TrainSettings(**same | {"defence": defence, "seed": seed, "aux": aux})
+        how = {"algorithm": "fedsgd", "batch_size": self.images} if self.protocol == "lab" else {}
+        return TrainSettings(**same | how | {"defence": defence, "seed": seed, "aux": aux})
 
 
 def _once(build: Callable[[str], Component], specs: Iterable[str]) -> tuple[str, ...]:
@@ -123,9 +144,13 @@ def _once(build: Callable[[str], Component], specs: Iterable[str]) -> tuple[str,
 
 def make_audit_settings(values: Mapping[str, object]) -> AuditSettings:
     """Build settings from texts or TOML values; lists may be texts with commas. An unknown key is an error."""
+    for gone, instead in REPLACED.items():
+        if gone in values:
+            raise ConfigError(f"{gone} is a setting of audits before --protocol, got {values[gone]!r}. {instead}")
+    rounds = {} if "rounds" in values else {"rounds": ROUNDS.get(str(values.get("protocol", "lab")), 0)}
     split = {
         key: split_specs(value) if key in LISTS and isinstance(value, str) else value
-        for key, value in values.items()
+        for key, value in (rounds | dict(values)).items()
         if key not in FACTS
     }
     settings = AuditSettings(**convert(AuditSettings, split, owner="an audit"))

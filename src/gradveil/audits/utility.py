@@ -10,6 +10,7 @@ from typing import Any
 
 from gradveil.audits.plan import Cell, Rows, facts_of, finite
 from gradveil.audits.settings import AuditSettings
+from gradveil.audits.tapping import save_taps, world_of
 from gradveil.data import Dataset
 from gradveil.defences import Budget, Defence
 from gradveil.engines.devices import local_settings
@@ -18,22 +19,23 @@ from gradveil.federated.learning import at_chance
 from gradveil.federated.protocol import LocalSettings
 from gradveil.progress import tell
 from gradveil.storage import forget_states
+from gradveil.threat.tap import Tap
 
 TIMED_ROUNDS = 9
 """Rounds in which `none` trains too, alternating with the defence, to compare their times."""
 
 
 def price_cell(
-    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, clients: Path | None = None
+    cell: Cell, settings: AuditSettings, dataset: Dataset, root: Path | None = None, out: Path | None = None
 ) -> Rows:
     """Train under the defence and return one row with its accuracy, time and privacy budget.
 
     In the first rounds `none` trains too, alternating with the defence, so that a busy machine slows both alike. On a
-    CPU, rounds are measured by the process's computing time, which other processes hardly change.
-    ``clients`` is the folder of the clients' private files; defended images of an earlier try are used again.
+    CPU, rounds are measured by the process's computing time, which other processes hardly change. ``out`` is the
+    audit's folder, which gets the taps that attacks need; defended images of an earlier try are used again.
     """
-    training = settings.training(cell.defence, cell.seed)
-    training = dataclasses.replace(training, eval_every=training.rounds)
+    world = world_of(settings, cell.defence, cell.seed, dataset, root)
+    training, clients = world.training, None if out is None else out / "clients" / cell.name
     started = time.perf_counter()
     ours: list[float] = []
     plain: list[float] = []
@@ -43,10 +45,13 @@ def price_cell(
             forget_states(clients)
         defended = Simulation(training, workers=0, dataset=dataset, data_root=root, clients_folder=clients)
         simulation = stack.enter_context(defended)
+        tap = Tap(world.chosen)
+        simulation.attach(tap)
         runs = [(simulation, ours)]
         clock = time.process_time if training.device == "cpu" else time.perf_counter
         if cell.defence != "none":
-            undefended = Simulation(dataclasses.replace(training, defence="none", aux=""), workers=0, dataset=dataset)
+            twin = world_of(settings, "none", cell.seed, dataset).training
+            undefended = Simulation(dataclasses.replace(twin, save_rounds=()), workers=0, dataset=dataset)
             runs.append((stack.enter_context(undefended), plain))
         for run, _ in runs:
             run.clock = clock
@@ -57,6 +62,8 @@ def price_cell(
                     seconds.append(float(str(last["seconds"])))
                     row = last if run is simulation else row
             tell(number / training.rounds)
+        if out is not None:
+            save_taps(tap, out / "trainings" / cell.name)
         budget, why = _worst_budget(simulation), _protected(simulation)
     found = {
         **{key: row[key] for key in ("accuracy", "accuracy_balanced", "accuracy_majority", "accuracy_sensitive")},

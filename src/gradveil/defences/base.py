@@ -108,6 +108,7 @@ class Defence(Component):
         fewest_images: the number of images that each client needs at least.
         hides_images: whether clients train on other images than their own, so that an attack's guesses need decoding.
         marked_only: whether it protects only images that are marked sensitive.
+        adds_noise: whether it adds random noise to what is sent.
         reports: the numbers that its hooks may record with `Client.report`, each name with one line of help.
     """
 
@@ -120,6 +121,7 @@ class Defence(Component):
     fewest_images: ClassVar[int] = 1
     hides_images: ClassVar[bool] = False
     marked_only: ClassVar[bool] = False
+    adds_noise: ClassVar[bool] = False
     reports: ClassVar[Mapping[str, str]] = {}
 
     def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:

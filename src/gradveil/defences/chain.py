@@ -29,6 +29,7 @@ FACTS: Mapping[str, Callable[[Sequence[Defence]], object]] = {
     "fewest_images": lambda members: max((member.fewest_images for member in members), default=1),
     "hides_images": lambda members: any(member.hides_images for member in members),
     "marked_only": lambda members: any(member.marked_only for member in members),
+    "adds_noise": lambda members: any(member.adds_noise for member in members),
     "reports": lambda members: {name: text for member in members for name, text in member.reports.items()},
 }
 """How a chain derives each class fact of `Defence` from its members. A test asks for a rule per fact."""

@@ -62,6 +62,7 @@ class DpSgd(Defence):
     """
 
     takes_own_gradient: ClassVar[bool] = True
+    adds_noise: ClassVar[bool] = True
     reports: ClassVar[Mapping[str, str]] = {
         "dp_sgd_clipped": "share of per-example gradients that were clipped; without noise, so not covered by ε",
     }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class Laplace(Perturbation):
         scale: b, the scale of the noise.
         relative: whether ``scale`` is in units of the root mean square of the whole update (all tensors together).
     """
+
+    adds_noise: ClassVar[bool] = True
 
     scale: float = 1e-2
     relative: bool = False

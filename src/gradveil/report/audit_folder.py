@@ -25,6 +25,8 @@ class PlannedCell:
     adaptive: bool
     seed: int
     first: int
+    round: int = 0
+    needs: str = ""
 
     @property
     def line(self) -> tuple[str, str, bool, int]:
@@ -77,6 +79,7 @@ def read_audit(folder: Path) -> AuditFolder:
             continue
         strange |= dict.fromkeys(schema.unknown(row["kind"], item))
         found.setdefault(_identity(row), row)
+    notes += [*_old_form(settings), *_not_sent(folder, cells, found.values())]
     if strange:
         notes.append(f"Fields of rows that this version of gradveil does not know are not shown: {', '.join(strange)}.")
     if broken:
@@ -85,6 +88,40 @@ def read_audit(folder: Path) -> AuditFolder:
             f"{'were' if broken > 1 else 'was'} skipped."
         )
     return AuditFolder(folder, settings, tuple(cells), done, tuple(found.values()), tuple(notes), schema)
+
+
+def _old_form(settings: Mapping[str, Any]) -> list[str]:
+    """Return a note on an audit from before ``--protocol``, whose attacked updates were not those of its training."""
+    if "update" not in settings or "protocol" in settings or not settings.get("rounds"):
+        return []
+    return [
+        "This audit is of an old form: the attacked updates are not those of the training whose accuracy stands beside "
+        "them. Run it again with this version to see both of one training."
+    ]
+
+
+def _not_sent(folder: Path, cells: Iterable[PlannedCell], rows: Iterable[Row]) -> list[str]:
+    """Return a note if attacked updates are not among those that their training lists as sent."""
+    needs, missing = {cell.name: cell.needs for cell in cells if cell.needs}, 0
+    listed: dict[str, set[str]] = {}
+    for row in rows:
+        training = needs.get(row["cell"], "")
+        if row["kind"] != "privacy" or row["failed"] or row["branched"] or not training:
+            continue
+        if training not in listed:
+            listed[training] = _listed(folder / "trainings" / training / "updates.json")
+        missing += row["update_sha256"] not in listed[training]
+    if not missing:
+        return []
+    return [f"{missing} attacked updates are not among those that their trainings list as sent (trainings/)."]
+
+
+def _listed(path: Path) -> set[str]:
+    """Return the digests of a training's updates; none if the list is missing or broken."""
+    try:
+        return {str(digest) for sent in json.loads(path.read_bytes()).values() for digest in sent.values()}
+    except (OSError, ValueError, AttributeError):
+        return set()
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -132,6 +169,8 @@ def _cell(entry: Mapping[str, Any]) -> PlannedCell:
         bool(entry.get("adaptive")),
         int(entry["seed"]),
         int(targets[0]),
+        int(entry.get("round") or 0),
+        Path(str(entry.get("needs") or "")).name,
     )
 
 

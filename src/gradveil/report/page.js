@@ -174,8 +174,8 @@
       return value === null ? "no guess" : value.toFixed(1);
     };
     const named = (column) => {
-      const { target, image, label } = columns[column];
-      return `Target ${target}${data.images > 1 ? `, image ${image}` : ""}, label ${label}`;
+      const { target, image, label, round } = columns[column];
+      return `Target ${target}${round ? ` of round ${round}` : ""}${data.images > 1 ? `, image ${image}` : ""}, label ${label}`;
     };
     const attacker = (line) => (line.truth ? "truth" : `${line.attack}, ${line.adaptive ? "knows the defence" : "plain"}`);
     const strips = []; // those that are built and have their picture

@@ -73,7 +73,7 @@ def _sections(audit: AuditFolder, gallery: Gallery) -> list[tuple[str, str, str]
 
 def _data(audit: AuditFolder, gallery: Gallery) -> str:
     """Return the figures and the pictures as script elements, which the page's script reads when it needs them."""
-    ssims = {(*_key(row), row["target"]): row["ssim"] for row in audit.rows if row["ssim"] is not None}
+    ssims = {(*_key(row), row["round"], row["target"]): row["ssim"] for row in audit.rows if row["ssim"] is not None}
     drawn = [
         {
             "defence": line.defence,
@@ -83,7 +83,7 @@ def _data(audit: AuditFolder, gallery: Gallery) -> str:
             "there": [int(there) for there in line.there],
             "guessed": [int(guessed) for guessed in line.guessed],
             "psnr": line.psnr,
-            "ssim": [ssims.get((*_key(vars(line)), column.target)) for column in gallery.columns],
+            "ssim": [ssims.get((*_key(vars(line)), column.round, column.target)) for column in gallery.columns],
             "steps": line.steps,
         }
         for line in gallery.lines

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from gradveil.federated.protocol import default_taps
 from gradveil.metrics.recognition import MORE_PSNR, MORE_SSIM, RECOGNISABLE
 from gradveil.report.audit_folder import AuditFolder
 from gradveil.report.blind import EXPLAINED, NAME, blind_lines
@@ -25,6 +26,7 @@ def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, An
     if rebuilds:
         facts += [f"{count} targets" for count in [settings.get("targets") or gallery.num_targets] if count]
         facts += [f"{audit.images} images each"] if audit.images > 1 else []
+        facts += protocol_words(settings)
     seeds = len({row["seed"] for row in audit.rows} | {cell.seed for cell in audit.cells})
     facts += [f"{seeds} seed{'s' if seeds != 1 else ''}"] if seeds else []
     lead = f'<p class="lead">{solid(" ".join(more))}</p>' if more else ""
@@ -47,6 +49,27 @@ def _definition(audit: AuditFolder, blind: Sequence[Mapping[str, Any]]) -> str:
         f"a picture whose SSIM to the truth is at least {RECOGNISABLE} and that is closer to the truth than its blind "
         f"guess, by at least {above}. Every picture counts once per seed. {EXPLAINED}"
     )
+
+
+def protocol_words(settings: Mapping[str, Any]) -> list[str]:
+    """Return in words how the attacked updates were made; [] for an audit from before ``--protocol``.
+
+    Example:
+        >>> protocol_words({"protocol": "lab", "images": 1, "rounds": 500, "tap": [1, 500]})
+        ['lab protocol: in each of 500 rounds, every client sends the gradient of 1 image; rounds 1, 500 were attacked']
+    """
+    name, rounds, images = settings.get("protocol"), settings.get("rounds") or 0, settings.get("images") or 1
+    if name not in ("lab", "fedavg"):
+        return []
+    what = f"the gradient of {images} image{'s' if images != 1 else ''}"
+    if name == "fedavg":
+        epochs = settings.get("epochs") or 1
+        what = f"its model's change after {epochs} epoch{'s' if epochs != 1 else ''} over all its images"
+    if not rounds:
+        return [f"{name} protocol without training: every client sends {what}, once"]
+    taps = ", ".join(map(str, settings.get("tap") or default_taps(rounds)))
+    when = f"rounds {taps} were" if "," in taps else f"round {taps} was"
+    return [f"{name} protocol: in each of {rounds:,} rounds, every client sends {what}; {when} attacked"]
 
 
 def _banner(audit: AuditFolder, gallery: Gallery) -> str:

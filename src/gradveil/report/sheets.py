@@ -27,11 +27,12 @@ BUDGET = 16_000_000
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of the truth: its target, its number in the target's batch, and its label."""
+    """One picture of the truth: its target, its number in the target's batch, its label, and the round (0: unknown)."""
 
     target: int
     image: int
     label: int
+    round: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,31 +61,57 @@ class Gallery:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Truth:
+    """The images behind the attacked updates of one seed, or of all seeds if they are the same."""
+
+    images: Pixels  # (U, B, C, H, W)
+    labels: np.ndarray[Any, Any]  # (U, B)
+    places: list[tuple[int, int]]  # (U,) round and target
+    seed: int | None  # None: of all seeds
+
+
+def _truth(audit: AuditFolder) -> _Truth:
+    """Load the truth. Raise one of several errors if it is missing or broken."""
+    saved = load_tensors(audit.path / "truth.safetensors")
+    images, labels = saved["images"].numpy(), saved["labels"].reshape(saved["images"].shape[:2]).numpy()
+    if images.ndim != 5 or images.dtype != np.uint8 or not images.size:
+        raise ValueError(images.shape)
+    if "seed" not in saved:  # before --protocol
+        return _Truth(images, labels, [(0, target) for target in range(len(images))], None)
+    seeds, numbers, targets = (saved[name].tolist() for name in ("seed", "round", "target"))
+    first = [place for place, seed in enumerate(seeds) if seed == seeds[0]]
+    alike = all(np.array_equal(images[first], images[np.array(seeds) == seed]) for seed in set(seeds))
+    places = [(numbers[place], targets[place]) for place in first]
+    return _Truth(images[first], labels[first], places, None if alike else seeds[0])
+
+
 def read_gallery(audit: AuditFolder) -> Gallery:
-    """Load as many pictures as a page can hold; missing ones become notes."""
+    """Load as many pictures as a page can hold; missing ones become notes. If seeds differ, the first is shown."""
+    if audit.cells and all(cell.kind != "privacy" for cell in audit.cells):
+        return Gallery()
     try:
-        truth = load_tensors(audit.path / "truth.safetensors")
-        images, labels = truth["images"].numpy(), truth["labels"].reshape(truth["images"].shape[:2]).numpy()
-        num_targets, num_images, *shape = images.shape
-        if images.ndim != 5 or images.dtype != np.uint8 or not images.size:
-            raise ValueError(images.shape)
+        truth = _truth(audit)
     except (DataError, KeyError, RuntimeError, ValueError):
         return Gallery(notes=("truth.safetensors is missing or broken, so there are no pictures to show.",))
-    cells = [cell for cell in audit.cells if cell.kind == "privacy"]
+    num_targets, num_images, *shape = truth.images.shape
+    cells = [cell for cell in audit.cells if cell.kind == "privacy" and truth.seed in (None, cell.seed)]
     groups = dict.fromkeys(cell.line for cell in cells)
     targets, frames = _fit(min(num_targets, TARGETS), num_images, int(np.prod(shape)), len(groups))
     shown = min(num_images, 2 * TARGETS)
-    columns = tuple(Picture(t, i, int(labels[t, i])) for t in range(targets) for i in range(shown))
-    kept = images[:targets, :shown].reshape(1, -1, *shape)
+    chosen = sorted(range(num_targets), key=lambda place: truth.places[place][::-1])[:targets]  # all rounds of a target
+    chosen.sort(key=lambda place: truth.places[place])
+    columns = tuple(
+        Picture(truth.places[place][1], i, int(truth.labels[place, i]), truth.places[place][0])
+        for place in chosen
+        for i in range(shown)
+    )
+    kept = truth.images[chosen][:, :shown].reshape(1, -1, *shape)
     notes: list[str] = []
     scores = _row_scores(audit) if num_images == 1 else {}
     lines = []
     for group in groups:
-        pieces = [
-            piece
-            for cell in cells
-            if cell.line == group and (piece := _load(audit, cell, images.shape[1:], frames, notes))
-        ]
+        pieces = [piece for cell in cells if cell.line == group and (piece := _load(audit, cell, truth, frames, notes))]
         if pieces:
             lines.append(_line(group, pieces, columns, kept, scores))
     return Gallery(columns, kept, tuple(lines), num_targets, tuple(notes))
@@ -117,6 +144,7 @@ class _Piece:
     """The pictures of one cell."""
 
     first: int
+    round: int
     frames: Pixels  # (K, n, B, C, H, W)
     guessed: np.ndarray[Any, np.dtype[np.bool_]]  # (n, B)
     steps: list[int]
@@ -137,26 +165,38 @@ def _fit(targets: int, images: int, size: int, lines: int) -> tuple[int, int]:
     return targets, frames
 
 
-def _load(audit: AuditFolder, cell: PlannedCell, shape: tuple[int, ...], most: int, notes: list[str]) -> _Piece | None:
+def _load(audit: AuditFolder, cell: PlannedCell, truth: _Truth, most: int, notes: list[str]) -> _Piece | None:
     """Return the pictures of a finished cell, or None and a note if they are missing. A failed cell has none."""
+    number = cell.round if any(number for number, _ in truth.places) else 0
     path = audit.path / "cells" / f"{cell.name}.safetensors"
     if not path.exists() and (cell.name not in audit.done or _failed(audit, cell)):
         return None
     try:
         tensors = load_tensors(path)
+        own = tensors["truth"].numpy() if "truth" in tensors else None
+        if own is not None and not _same_truth(own, truth, number, cell.first):
+            notes.append(f"cells/{cell.name} attacks other images than those under `none`; its pictures are not shown.")
+            return None
         result, ways = tensors["images"].numpy()[None], tensors["iterates"].numpy()
         frames = ways if len(ways) else result
         chosen = np.unique(np.linspace(0, len(frames) - 1, min(most, len(frames))).round().astype(int))
         frames = np.concatenate([frames[chosen[:-1]], result])
         guessed = tensors["guessed"].numpy().astype(bool)
-        if frames.dtype != np.uint8 or frames.shape[2:] != shape or guessed.shape != frames.shape[1:3]:
+        if frames.dtype != np.uint8 or frames.shape[3:] != truth.images.shape[2:] or guessed.shape != frames.shape[1:3]:
             raise ValueError(frames.shape)
         numbers = tensors["steps"].tolist() if "steps" in tensors else []
         known = [numbers[index] for index in chosen] if len(numbers) == len(ways) > 0 else []
-        return _Piece(cell.first, frames, guessed, known)
+        return _Piece(cell.first, number, frames, guessed, known)
     except (DataError, KeyError, ValueError, RuntimeError):
         notes.append(f"cells/{cell.name}.safetensors is missing or broken; its pictures are not shown.")
         return None
+
+
+def _same_truth(own: Pixels, truth: _Truth, number: int, first: int) -> bool:
+    """Return whether a cell's images are those of the truth; both may end in padding."""
+    wide = min(own.shape[1], truth.images.shape[1])
+    places = [truth.places.index((number, first + row)) for row in range(len(own))]
+    return bool(np.array_equal(own[:, :wide], truth.images[places][:, :wide]))
 
 
 def _failed(audit: AuditFolder, cell: PlannedCell) -> bool:
@@ -178,13 +218,14 @@ def _line(
     for position, column in enumerate(columns):
         for piece in pieces:
             row = column.target - piece.first
-            if 0 <= row < piece.frames.shape[1]:
+            fits = 0 <= row < piece.frames.shape[1] and column.image < piece.frames.shape[2]
+            if fits and column.round == piece.round:
                 chosen = np.linspace(0, len(piece.frames) - 1, count).round().astype(int)
                 frames[:, position] = piece.frames[chosen, row, column.image]
                 there[position], guessed[position] = True, bool(piece.guessed[row, column.image])
     psnr = _psnr(frames, truth, guessed)
     for position, column in enumerate(columns):
-        measured = scores.get((*group, column.target))
+        measured = scores.get((*group, column.round, column.target))
         if measured is not None and guessed[position]:
             psnr[-1][position] = round(measured, 2)
     steps = next((piece.steps for piece in pieces if len(piece.steps) == count), [])
@@ -201,7 +242,7 @@ def _psnr(frames: Pixels, truth: Pixels, guessed: Sequence[bool]) -> list[list[f
 def _row_scores(audit: AuditFolder) -> dict[tuple[object, ...], float | None]:
     """Return the PSNR of the rows, which were computed before images were rounded to bytes."""
     return {
-        (row["defence"], row["attack"], row["adaptive"], row["seed"], row["target"]): row["psnr"]
+        (*(row[key] for key in ("defence", "attack", "adaptive", "seed", "round", "target")),): row["psnr"]
         for row in audit.rows
         if row["kind"] == "privacy"
     }

@@ -171,6 +171,8 @@ def _audited(
             "targets": targets,
             "adaptive": adaptive,
             "rounds": 0,
+            "lr": 1.0,
+            "batch_norm": "freeze",
             "seed": lab.seed,
             "normalise": "none",
         }

@@ -52,6 +52,7 @@ ACCEPTED: Mapping[str, Any] = {
     "defended": str | Sequence[int],
     "lr_steps": str | Sequence[int],
     "save_rounds": str | Sequence[int],
+    "tap": str | Sequence[int],
 }
 """The types that these functions take for settings, if they take more than the field holds."""
 

@@ -16,8 +16,8 @@ from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.attacks.parts.local_training import Replay, replay_of
 from gradveil.audits.cells import check
 from gradveil.audits.plan import Cell, finite
-from gradveil.audits.privacy import observed, private_batches
 from gradveil.audits.settings import AuditSettings
+from gradveil.audits.views import observed, private_batches
 from gradveil.data import Dataset, load_dataset
 from gradveil.defences import Countermove, build_defence
 from gradveil.errors import ConfigError, DefenceError
@@ -47,10 +47,11 @@ def score(
     arrives; whatever it leaves unexplained at the true image, such as added noise, counts as noise. The countermove
     that reveals most counts. See `gradveil.runs.cramer_rao.leak` for the limits of the bound.
     """
-    if settings.images != 1 or settings.update != "gradient" or settings.looks != 1:
+    if settings.images != 1 or settings.protocol != "lab" or settings.looks != 1:
         raise ConfigError(
-            "A score is of the gradient of one image, got other updates. Leave out images, update and looks."
+            "A score is of the gradient of one image, got other updates. Leave out images, protocol and looks."
         )
+    settings = replace(settings, lr=1.0, batch_norm="freeze")
     dataset = load_dataset(settings.dataset, data_root)
     bounded = tuple(spec for spec in settings.defences if not build_defence(spec).hides_images)
     check(replace(settings, defences=bounded or ("none",)), dataset, data_root)  # the others have no score anyway

@@ -27,6 +27,7 @@ class Federation:
         aux: public images that every device has.
         num_clients: clients of the federation, guards included; 0 means no more than are observed.
         first_client: number of the first observed client; each number has its own random draws.
+        clients: the numbers of the observed clients, in place of those from ``first_client`` on.
         seed: of all random draws.
         alter: how a malicious server changes a copy of the network before it broadcasts it; must be granted.
     """
@@ -35,6 +36,7 @@ class Federation:
     aux: Batch | None = None
     num_clients: int = 0
     first_client: int = 0
+    clients: tuple[int, ...] = ()
     seed: int = 0
     alter: Callable[[nn.Module], nn.Module] | None = None
 
@@ -146,7 +148,11 @@ def _numbers(world: _World, num_private: int) -> tuple[list[tuple[int, Batch]], 
     """Return each guard's number with its images, and the numbers of all other clients from the first observed on."""
     federation = world.federation
     batches, first = federation.guards, federation.first_client
-    everyone = max(federation.num_clients, len(batches) + first + num_private)
+    everyone = (
+        federation.num_clients
+        if federation.clients
+        else max(federation.num_clients, len(batches) + first + num_private)
+    )
     guards = world.defence.early_clients(everyone)
     if len(guards) != len(batches):
         raise ConfigError(
@@ -154,7 +160,7 @@ def _numbers(world: _World, num_private: int) -> tuple[list[tuple[int, Batch]], 
             "Pass federation=Federation(guards=[...])."
         )
     others = [number for number in range(everyone + len(guards)) if number not in guards]
-    return list(zip(guards, batches, strict=True)), others[first:]
+    return list(zip(guards, batches, strict=True)), list(federation.clients) or others[first:]
 
 
 def _play(world: _World, server: Server, number: int, batch: Batch, rounds: int) -> list[Seen]:
