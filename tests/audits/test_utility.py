@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from gradveil.audits import make_audit_settings, utility
+from gradveil.audits import audit, make_audit_settings, utility
 from gradveil.audits.plan import Cell
 from gradveil.audits.tapping import world_of
 from gradveil.audits.utility import TIMED_ROUNDS, price_cell
@@ -138,3 +138,14 @@ def test_a_price_says_whether_the_training_learned(lr, guessed):
         }
     )
     assert price(settings, "none")["at_chance"] is guessed
+
+
+def test_one_update_never_costs_more_than_the_training_that_contains_it(small, tmp_path):
+    """Both are of the same clients: the same images, batches and sampling."""
+    few = {"rounds": 3, "targets": 1, "attacks": "idlg:iterations=1", "metrics": "psnr"}
+    rows = audit(small(**few, defences="dp-sgd,pogz,ca-fl,clip+dp-sgd"), tmp_path / "run", workers=0).rows
+    training = {row["defence"]: row["epsilon"] for row in rows if row["kind"] == "utility"}
+    updates = [row for row in rows if row["kind"] == "privacy" and row["defence"] != "none"]
+    assert updates
+    for row in updates:
+        assert 0 < row["epsilon"] <= training[row["defence"]]
