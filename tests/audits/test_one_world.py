@@ -11,6 +11,7 @@ from gradveil.audits.tapping import world_of
 from gradveil.data import load_dataset
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
+from gradveil.metrics.recognition import OTHER_IMAGES
 from gradveil.report.audit_folder import read_audit
 from tests.audits.conftest import QUICK
 from tests.audits.test_run import timeless
@@ -138,3 +139,14 @@ def test_an_audit_from_before_protocols_is_named_and_not_resumed(small, tmp_path
     assert "This audit is of an old form" in read_audit(out).notes[0]
     with pytest.raises(ConfigError, match="update is a setting of audits before --protocol"):
         audit(settings, out, workers=0, resume=True)
+
+
+def test_a_defence_that_draws_its_own_batches_is_flagged(small, tmp_path):
+    settings = small(
+        defences="dp-sgd,dp-sgd:sampling=shuffle,dp-sgd+prune", rounds=1, tap="1", attacks="gs:iterations=3",
+        partition="iid:images=6",
+    )  # fmt: skip
+    result = audit(settings, tmp_path / "run", workers=0)
+    rows = {row["defence"] for row in privacy(result) if OTHER_IMAGES in row["flags"]}
+    lines = {line["defence"] for line in result.summary if OTHER_IMAGES in line["flags"]}
+    assert rows == lines == {"dp-sgd", "dp-sgd+prune"}

@@ -19,6 +19,7 @@ from gradveil.defences import Defence, build_defence
 from gradveil.engines.tripwire import inspect
 from gradveil.metrics import align, label_accuracy, score_targets
 from gradveil.metrics.base import is_guess
+from gradveil.metrics.recognition import OTHER_IMAGES
 from gradveil.randomness import stream
 from gradveil.storage import load_tensors
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -100,8 +101,14 @@ def _attacked(
             "delta": budget.delta if budget else None,
             "why": "; ".join(filter(None, [found["why"], *scores[number]["unmeasured"]])),
         }
+        own["flags"] = compared[number]["flags"] + [OTHER_IMAGES] * _drawn_anew(defence, view, number)
         rows.append(settings.schema.row("privacy", common | found | compared[number] | scores[number] | own))
     return rows, _pictures(private, guess, result)
+
+
+def _drawn_anew(defence: Defence, view: CellView, number: int) -> bool:
+    """Return whether the update may be of other images of the client than those that are scored."""
+    return defence.draws_own_batch and view.sizes[number] > len(view.private[number])
 
 
 def _merged(parts: list[dict[str, Tensor]], places: Tensor) -> dict[str, Tensor]:

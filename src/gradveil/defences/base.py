@@ -206,6 +206,11 @@ class Defence(Component):
         """Return whether the early clients' updates are aggregated with the others."""
         return True
 
+    @property
+    def draws_own_batch(self) -> bool:
+        """Return whether a local step uses other images of the client than those of the batch that it was given."""
+        return False
+
     def budget(self, releases: Releases) -> Budget | None:
         """Return the differential privacy that a training with these releases has, or None."""
         return None

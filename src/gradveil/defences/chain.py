@@ -202,6 +202,11 @@ class Chain(Defence):
         """Whether all members aggregate the early clients' updates with the others."""
         return all(defence.counts_early for defence in self.defences)
 
+    @property
+    def draws_own_batch(self) -> bool:
+        """Whether any member draws batches of its own."""
+        return any(defence.draws_own_batch for defence in self.defences)
+
     def budget(self, releases: Releases) -> Budget | None:
         """Return the budget of the only member that has one, if all others only post-process; else None."""
         known = [budget for defence in self.defences if (budget := defence.budget(releases))]

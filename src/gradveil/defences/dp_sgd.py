@@ -87,6 +87,11 @@ class DpSgd(Defence):
         except DefenceError as error:
             raise ConfigError(str(error)) from error
 
+    @property
+    def draws_own_batch(self) -> bool:
+        """Return whether batches are Poisson samples of all images."""
+        return self.sampling == "poisson"
+
     def on_batch(self, batch: Batch, client: Client) -> Batch:
         """Replace the batch by a Poisson sample of the client's images, which may be empty."""
         if self.sampling == "shuffle":

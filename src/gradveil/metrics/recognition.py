@@ -13,6 +13,9 @@ above it in 15 to 35 % of 400 pictures, and with the margins in none."""
 WORSE_THAN_BLIND = "worse than a blind guess"
 """The flag of a row or line whose attack would have done better to guess blindly."""
 
+OTHER_IMAGES = "the defence draws its own batches, so the update may be of other images than those that are scored"
+"""The flag of a row or line whose figures say little: the attack may be judged by images that were not used."""
+
 
 def recognisable(ssim: Tensor, psnr: Tensor | None, blind_ssim: Tensor, blind_psnr: Tensor | None) -> Tensor:
     """Return which images count as recognisable: their SSIM is at least 0.5, and they are clearly above blind.

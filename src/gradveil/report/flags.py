@@ -1,9 +1,9 @@
 """Flags: lines of the summary whose comparison needs care, each with the reason in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gradveil.metrics.recognition import WORSE_THAN_BLIND
+from gradveil.metrics.recognition import OTHER_IMAGES, WORSE_THAN_BLIND
 from gradveil.registry import parse_spec
 from gradveil.rows import Row
 
@@ -19,12 +19,15 @@ WORSE = "knowing the defence did worse than not knowing it"
 Key = tuple[str, str, bool]
 
 
-def flagged(lines: Sequence[Row], steps: Mapping[tuple[Any, ...], float | None]) -> list[Row]:
+def flagged(
+    lines: Sequence[Row], steps: Mapping[tuple[Any, ...], float | None], others: Collection[tuple[Any, ...]] = ()
+) -> list[Row]:
     """Return the lines of a summary with their ``flags``.
 
     Args:
         lines: one per defence, attack and kind of attacker.
         steps: the attack's steps of each line, by defence, attack and whether the attacker knows the defence.
+        others: the lines, named in the same way, with updates that may be of other images than those that are scored.
 
     A line is flagged if its attack did worse than a blind guess, if it leaks more than the same attack without a
     defence, if its attacker knows the defence and took more steps than the one who does not, and if that attacker did
@@ -32,7 +35,10 @@ def flagged(lines: Sequence[Row], steps: Mapping[tuple[Any, ...], float | None])
     blindly, or play the plain attack. The second is mostly chance, or a defence that helps the attack.
     """
     by_key: dict[Key, Row] = {(line["defence"], line["attack"], line["adaptive"]): line for line in lines}
-    return [line | {"flags": _flags(line, by_key, steps)} for line in lines]
+    return [
+        line | {"flags": [*_flags(line, by_key, steps), *[OTHER_IMAGES] * (key in others)]}
+        for key, line in zip(by_key, lines, strict=True)
+    ]
 
 
 def _flags(line: Row, lines: Mapping[Key, Row], steps: Mapping[tuple[Any, ...], float | None]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 from gradveil.metrics import schema_of
-from gradveil.metrics.recognition import RECOGNISABLE
+from gradveil.metrics.recognition import OTHER_IMAGES, RECOGNISABLE
 from gradveil.report.flags import flagged
 from gradveil.rows import KINDS, Row, Schema
 
@@ -40,6 +40,7 @@ def summarise(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -
     return flagged(
         [_line(defence, attack, adaptive, group, schema) for (defence, attack, adaptive), group in groups.items()],
         {key: mean(group, "attack_steps") for key, group in groups.items()},
+        {key for key, group in groups.items() if any(OTHER_IMAGES in (row.get("flags") or ()) for row in group)},
     )
 
 
