@@ -150,3 +150,8 @@ def test_a_defence_that_draws_its_own_batches_is_flagged(small, tmp_path):
     rows = {row["defence"] for row in privacy(result) if OTHER_IMAGES in row["flags"]}
     lines = {line["defence"] for line in result.summary if OTHER_IMAGES in line["flags"]}
     assert rows == lines == {"dp-sgd", "dp-sgd+prune"}
+
+
+def test_a_page_that_shows_all_tapped_rounds_does_not_say_that_some_are_missing(small, tmp_path):
+    result = audit(small(rounds=2, tap="1/2", attacks="gs:iterations=3"), tmp_path / "run", workers=0)
+    assert "targets are shown" not in result.report.read_text()

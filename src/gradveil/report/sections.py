@@ -25,7 +25,7 @@ def gallery_section(audit: AuditFolder, gallery: Gallery) -> str:
     options = "".join(f"<option>{seed}</option>" for seed in seeds)
     choose = f'<label>Seed <select id="seed">{options}</select></label>' if len(seeds) > 1 else ""
     frames = max(len(line.frames) for line in gallery.lines)
-    shown = len({column.target for column in gallery.columns})
+    shown = len({(column.round, column.target) for column in gallery.columns})
     few = f" The first {shown} of {gallery.num_targets} targets are shown." if shown < gallery.num_targets else ""
     slider = f"""<button type="button" id="play" aria-pressed="false">▶ Play</button>
 <label class="slide"><span>Progress of the attacks</span>
