@@ -3,11 +3,13 @@
 Honest models: several architectures, seeds, initialisations and normalisations, untrained and after 1 and 3 epochs on
 2,000 images at two learning rates; any finding is a false alarm. Altered models: the published imprint and trap
 weights, and milder versions that a careful server might try: fewer rows, noise on the rows, permuted rows, a gain per
-row, only half of the rows of a layer, random queries. The client does not know the architecture here; if it did, it
-would notice every inserted layer. Each model is inspected with 256 images of one client.
+row, only half of the rows of a layer, random queries. One-shot imprints (a ramp, or two rows of a network's own first
+layer) have public images, because a bin that no image of the client reaches reads nothing. The client does not know the
+architecture here; if it did, it would notice every inserted layer. Each model is inspected with 256 images of one
+client.
 
-    python benchmarks/tripwire.py [--dataset mnist-5k] [--seeds 3] [--first-seed 0] [--data FOLDER] [--quick]
-                                  [--kinds imprint trap-weights honest] [--json FILE]
+    python benchmarks/tripwire.py [--datasets mnist-5k] [--seeds 3] [--first-seed 0] [--data FOLDER] [--quick]
+                                  [--kinds imprint one-shot trap-weights honest saturated] [--json FILE]
 
 FOLDER holds the data sets (as GRADVEIL_DATA does). `--quick` takes one seed.
 """
@@ -15,9 +17,11 @@ FOLDER holds the data sets (as GRADVEIL_DATA does). `--quick` takes one seed.
 import argparse
 import copy
 import json
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -45,7 +49,11 @@ HONEST = [
     "convnet:width=8",
 ]
 UNTRAINED_ONLY = ["resnet20", "lenet5:init=uniform"]
-KINDS = ["imprint", "trap-weights", "honest"]
+BOUNDED = {"mlp, Hardtanh": ("mlp", nn.Hardtanh), "mlp, ReLU6": ("mlp", nn.ReLU6)}
+"""Honest models whose activations are constant on both sides, as the ramp of a one-shot imprint is."""
+SATURATED = {f"mlp:init=uniform, {kind.__name__}": ("mlp:init=uniform", kind) for kind in (nn.Hardtanh, nn.ReLU6)}
+"""The same with large weights, so that most images are on the constant sides: the ramp's known false alarms."""
+KINDS = ["imprint", "one-shot", "trap-weights", "honest", "saturated"]
 RATES = [0.05, 0.01]
 Change = Callable[[nn.Linear, torch.Generator], None]
 
@@ -69,11 +77,18 @@ def train(network: nn.Module, data: Batch, epochs: int, lr: float, rng: torch.Ge
     return network.eval()
 
 
-def honest(spec: str, dataset: Dataset, data: Batch, seeds: range) -> Iterator[nn.Module]:
-    """Yield an untrained model, and the same at several points of its training; odd seeds do not normalise."""
+def honest(
+    spec: str, dataset: Dataset, data: Batch, seeds: range, activation: type[nn.Module] | None = None
+) -> Iterator[nn.Module]:
+    """Yield an untrained model, and the same at several points of its training; odd seeds do not normalise.
+
+    ``activation`` replaces the model's own.
+    """
     for seed in seeds:
         normalisation = Normalisation(dataset.mean, dataset.std) if seed % 2 == 0 else None
         start = create_model(spec, dataset.shape, dataset.num_classes, seed, normalisation)
+        for name in [name for name, layer in start.named_modules() if isinstance(layer, nn.ReLU)] if activation else []:
+            start.set_submodule(name, activation())
         yield start.eval()
         rng = torch.Generator().manual_seed(seed)
         for lr in RATES if spec not in UNTRAINED_ONLY else []:
@@ -145,6 +160,20 @@ IMPRINTS = {
     "5 % of the rows": ("imprint", in_part(0.05)),
     "hidden at the rim": ("imprint", hidden),
 }
+ONE_SHOTS = {
+    "sparse, 128 bins": ("imprint:form=sparse", None),
+    "ramp, 64 bins": ("imprint:form=one-shot,bins=64", None),
+    "ramp, 1000 bins": ("imprint:form=one-shot,bins=1000", None),
+    "ramp, dct 32": ("imprint:form=one-shot,bins=64,query=dct", None),
+    "ramp, random query": ("imprint:form=one-shot,bins=64,query=random", None),
+    "ramp, noise 100 %": ("imprint:form=one-shot,bins=64", noisy(1.0)),
+    "two rows, 64 bins": ("imprint:form=one-shot,bins=64,where=first", None),
+    "two rows, gain 1": ("imprint:form=one-shot,bins=64,where=first,gain=1", None),
+    "two rows, gain 1, 1000 bins": ("imprint:form=one-shot,bins=1000,where=first,gain=1", None),
+    "two rows, gain 1, random query": ("imprint:form=one-shot,bins=64,where=first,gain=1,query=random", None),
+    "two rows, gain 1, noise 10 %": ("imprint:form=one-shot,bins=64,where=first,gain=1", noisy(0.1)),
+    "two rows, gain 1, noise 100 %": ("imprint:form=one-shot,bins=64,where=first,gain=1", noisy(1.0)),
+}
 CONVOLVED = {
     "as a convolution": ("imprint", None),
     "as a convolution, noise 5 %": ("imprint", noisy(0.05)),
@@ -174,14 +203,14 @@ TRAPS = {
 def altered(
     spec: str, change: Change | None, dataset: Dataset, seeds: range, *, convolved: bool = False
 ) -> Iterator[nn.Module]:
-    """Yield the attack's models; every third seed has public images, odd seeds do not normalise."""
+    """Yield the attack's models; every third seed has public images (one-shot: all), odd seeds do not normalise."""
     attack = build_attack(spec)
     model = "mlp" if "where=first" in spec else "lenet5"
     for seed in seeds:
         normalisation = Normalisation(dataset.mean, dataset.std) if seed % 2 == 0 else None
         network = create_model(model, dataset.shape, dataset.num_classes, seed, normalisation)
         rng = torch.Generator().manual_seed(seed)
-        public = batch(dataset, 3000, 500) if seed % 3 == 0 else None
+        public = batch(dataset, 3000, 500) if seed % 3 == 0 or "form=" in spec else None
         network = attack.alter(network, Scene(dataset.shape, dataset.num_classes, public), rng).eval()
         if change is not None:
             with torch.no_grad():
@@ -215,7 +244,7 @@ def measure(dataset: Dataset, seeds: range, kinds: list[str]) -> list[dict[str, 
             found = inspect(network, data)
             spent += time.perf_counter() - started
             first = next(name for name, layer in network.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d))
-            counted = {finding.check for finding in found if kind == "honest" or finding.layer == first}
+            counted = {finding.check for finding in found if kind in ("honest", "saturated") or finding.layer == first}
             count, alarms = count + 1, alarms + bool(counted)
             by.update(sorted(counted))
         mean = spent / count
@@ -224,13 +253,16 @@ def measure(dataset: Dataset, seeds: range, kinds: list[str]) -> list[dict[str, 
         print(f"| {kind} | {name} | {count} | {alarms} | {found_by} | {mean:.2f} |", flush=True)
 
     print(f"\n{dataset.name}\n\n| kind | model | models | alarms | by check | s per model |\n|{'---|' * 6}")
-    for kind, table in (("imprint", IMPRINTS), ("trap-weights", TRAPS)):
+    for kind, table in (("imprint", IMPRINTS), ("one-shot", ONE_SHOTS), ("trap-weights", TRAPS)):
         for name, (spec, change) in table.items() if kind in kinds else []:
             add(kind, name, altered(spec, change, dataset, seeds))
     for name, (spec, change) in CONVOLVED.items() if "imprint" in kinds else []:
         add("imprint", name, altered(spec, change, dataset, seeds, convolved=True))
     for spec in HONEST + UNTRAINED_ONLY if "honest" in kinds else []:
         add("honest", spec, honest(spec, dataset, batch(dataset, 0, 2000), seeds))
+    for kind, own in (("honest", BOUNDED), ("saturated", SATURATED)):
+        for name, (spec, activation) in own.items() if kind in kinds else []:
+            add(kind, name, honest(spec, dataset, batch(dataset, 0, 2000), seeds, activation))
     return rows
 
 
@@ -240,20 +272,37 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="the checks were designed on seeds 0 to 2")
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--dataset", default="mnist-5k")
+    parser.add_argument("--datasets", nargs="+", default=["mnist-5k"])
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(options.first_seed, options.first_seed + (1 if options.quick else options.seeds))
-    rows = measure(load_dataset(options.dataset, options.data), seeds, options.kinds)
-    for kind in options.kinds:
-        mine = [row for row in rows if row["kind"] == kind]
-        alarms, models = sum(row["alarms"] for row in mine), sum(row["models"] for row in mine)
-        print(f"\n{kind}: alarms in {alarms} of {models} models ({alarms / models:.1%})")
+    rows = [
+        {"dataset": name, **row}
+        for name in options.datasets
+        for row in measure(load_dataset(name, options.data), seeds, options.kinds)
+    ]
+    totals = {kind: totalled([row for row in rows if row["kind"] == kind]) for kind in options.kinds}
+    for kind, total in totals.items():
+        print(f"\n{kind}: alarms in {total['alarms']} of {total['models']} models")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        facts = {
+            "command": f"python benchmarks/tripwire.py --datasets {' '.join(options.datasets)} --kinds "
+            f"{' '.join(options.kinds)} --seeds {len(seeds)} --first-seed {seeds[0]}",
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "seeds": list(seeds),
+            "images": "256 of one client",
+        }
+        options.json.write_text(json.dumps(facts | {"totals": totals, "rows": rows}, indent=1) + "\n")
+
+
+def totalled(rows: list[dict[str, object]]) -> dict[str, int]:
+    """Return the number of models and of those with an alarm."""
+    return {key: sum(int(str(row[key])) for row in rows) for key in ("models", "alarms")}
 
 
 if __name__ == "__main__":

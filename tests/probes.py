@@ -128,7 +128,7 @@ class Lock(Defence):
     """A defence with on_model and private: it puts a private parameter before the network."""
 
     def on_model(self, model, rng):
-        return Locked(model, 0.5 + torch.rand(1, generator=rng))
+        return Locked(model, 0.5 + rng.uniform((1,)))
 
     def private(self, name):
         return name == "lock"

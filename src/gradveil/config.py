@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tomli_w
 
 from gradveil.errors import ConfigError
-from gradveil.registry import convert, own_files
+from gradveil.limits import LONGEST_SETTINGS, parse_toml, read_bytes
+from gradveil.own import names_code, trusts_code
+from gradveil.registry import convert, own_files, split_specs
 from gradveil.validate import in_range, one_of
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LARGEST = 1e38
 """Largest rate and penalty: far beyond any sensible value, and just within float32."""
+MOST_CANARIES = 10_000
 
 
 def setting(default: Any, text: str) -> Any:  # noqa: ANN401 - stands for a value of the field's own type
@@ -90,8 +92,15 @@ class TrainSettings:
     normalise: str = setting("dataset", "Input normalisation: dataset, imagenet, none, or mean/std as 0.5/0.5.")
     weights: str = setting("", "Start from these weights (safetensors).")
     tripwire: str = setting("off", "Clients check the model they receive for traps: off, warn, or refuse (to train).")
+    bad_answers: str = setting(
+        "stop", "If a client's answer is missing or invalid: stop, or drop it and average the others (over Flower)."
+    )
     eval_every: int = setting(1, "Evaluate after every n-th round, and after the last.")
+    aggregation: str = setting(
+        "none", "What the server sees: none (each client's update) or secure (only the mean of a round's updates)."
+    )
     save_rounds: tuple[int, ...] = setting((), "Rounds whose model and updates are saved: 1/10/20.")
+    canaries: int = setting(0, "Random canaries played beside the training to measure its epsilon, such as 16.")
     seed: int = setting(0, "Every random draw comes from this seed.")
     device: str = setting("cpu", "cpu, cuda or cuda:1.")
 
@@ -123,9 +132,17 @@ class TrainSettings:
         in_range("weight_decay", self.weight_decay, 0, LARGEST)
         one_of("batch_norm", self.batch_norm, ["average", "local", "freeze"])
         one_of("tripwire", self.tripwire, ["off", "warn", "refuse"])
+        one_of("aggregation", self.aggregation, ["none", "secure"])
+        if self.aggregation == "secure" and self.rounds and self.num_sampled < 2:
+            raise ConfigError(
+                f"aggregation secure needs two clients or more per round, got {self.num_sampled}: the mean of one is "
+                "its update. Raise --clients or --sampled, or drop --aggregation."
+            )
+        one_of("bad_answers", self.bad_answers, ["stop", "drop"])
         in_range("eval_every", self.eval_every, 1)
         for saved in self.save_rounds:
             in_range("save_rounds", saved, 1, max(self.rounds, 1))
+        check_canaries(self.canaries, self.rounds)
         in_range("seed", self.seed, 0, 2**63 - 1)
 
     @property
@@ -134,16 +151,69 @@ class TrainSettings:
         return self.sampled or self.clients
 
 
+def check_canaries(canaries: int, rounds: int) -> None:
+    """Raise ConfigError if there are too many or too few canaries for an estimate, or no round to play them in.
+
+    Example:
+        >>> check_canaries(1, rounds=20)
+        Traceback (most recent call last):
+        gradveil.errors.ConfigError: canaries must be 0, or 2 or more for an interval, got 1. Raise --canaries.
+    """
+    in_range("canaries", canaries, 0, MOST_CANARIES)
+    if canaries == 1:
+        raise ConfigError("canaries must be 0, or 2 or more for an interval, got 1. Raise --canaries.")
+    if canaries and not rounds:
+        raise ConfigError(
+            f"canaries are played beside the rounds of a training, got {canaries} with rounds = 0. "
+            "Raise --rounds, or drop --canaries."
+        )
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the keys of a TOML file of settings; ``[defence] name = ..`` tables become ``name:key=value`` texts."""
     try:
-        with path.open("rb") as file:
-            values = tomllib.load(file)
+        values = parse_toml(read_bytes(path, LONGEST_SETTINGS))
+        return {key: _component_text(key, value, path) for key, value in values.items()}
     except FileNotFoundError as error:
         raise ConfigError(f"There is no settings file {str(path)!r}. Check the path.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:  # ValueError: no TOML, no UTF-8, a number of 5,000 digits
         raise ConfigError(f"Settings file {path} must be valid TOML, got: {error}.") from error
-    return {key: _component_text(key, value, path) for key, value in values.items()}
+
+
+def refuse_code(values: object, source: Path, typed: object = ()) -> None:
+    """Raise ConfigError if values that were read from a file name Python files, unless the user named the same.
+
+    A component by file, ``path/file.py:Name``, is code that runs. The user's own words are trusted; a folder or file,
+    which may come from elsewhere, is not, unless `gradveil.own.trusting_code` is in force (``--trust-code``).
+
+    Args:
+        values: what was read: texts, also in lists and dictionaries.
+        source: the file, for the message.
+        typed: what the user wrote, in the same forms.
+    """
+    if isinstance(values, Mapping):  # an audit's command line is shown and never built
+        values = {key: value for key, value in values.items() if key != "command"}
+    named = [text for text in _texts(values) if names_code(text)]
+    if not named or trusts_code():
+        return
+    known = {absolute_spec(spec) for text in _texts(typed) for spec in (text, *split_specs(text))}
+    strange = next((text for text in named if text not in known), None)
+    if strange is not None:
+        raise ConfigError(
+            f"{source} must not name Python files, which would be run, got {strange!r}. If you trust it, add "
+            "--trust-code (in Python: trust_code=True), or give the same setting yourself."
+        )
+
+
+def _texts(values: object) -> Iterator[str]:
+    """Yield all texts in nested lists and dictionaries."""
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _texts([*values.values()])
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _texts(value)
 
 
 def make_train_settings(values: Mapping[str, object]) -> TrainSettings:
@@ -187,9 +257,12 @@ def absolute_dataset(text: str) -> str:
 
 def to_toml(settings: "DataclassInstance") -> bytes:
     """Return all settings as TOML, in the order of the fields."""
-    return tomli_w.dumps(
-        {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(settings).items()}
-    ).encode()
+    return values_to_toml(dataclasses.asdict(settings))
+
+
+def values_to_toml(values: Mapping[str, Any]) -> bytes:
+    """Return settings by name as TOML, in their order."""
+    return tomli_w.dumps({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}).encode()
 
 
 def _component_text(key: str, value: object, path: Path) -> object:

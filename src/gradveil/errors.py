@@ -8,10 +8,12 @@
     │   └── ThreatModelError   an attack needs more than the threat model grants
     ├── DataError              a data file is corrupt, or has the wrong content
     │   └── MissingDataError   a data file is missing and could not be downloaded
+    ├── RefusedError           a site does not agree to what a server asks
     ├── RunFolderError         the output folder holds another run, or can't be written
     └── TrainingError          a run failed after it had started
         ├── DefenceError       a defence could not protect an update, so it was not sent
         ├── DivergedError      the training produced NaN or infinity
+        ├── MessageError       a message from another machine breaks its form, so it was not used
         ├── TripwireError      a client found a trap in the model, and sent nothing
         └── WorkerError        a worker process, or a site's node, was lost
 
@@ -19,6 +21,7 @@ Each message tells what was wrong, the rule and the value, and ends with the way
 The command line turns `TrainingError` into exit code 1 and all others into exit code 2.
 """
 
+import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -34,6 +37,23 @@ def with_choices(wrong: str, name: str, known: Iterable[str], lead: str = "Known
     close = get_close_matches(name, names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{wrong}{hint} {lead}: {', '.join(names) or 'none'}."
+
+
+def printable(text: str) -> str:
+    r"""Return a text that a terminal only shows: control characters, which could hide other text, are escaped.
+
+    Line breaks and tabs stay; so do all letters, but characters that change the direction of writing do not.
+
+    Example:
+        >>> printable("red \x1b[31malert\x07")
+        'red \\x1b[31malert\\x07'
+    """
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    harmless = character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+    return character if harmless else character.encode("unicode_escape").decode()
 
 
 class GradveilError(Exception):
@@ -84,6 +104,16 @@ class MissingDataError(DataError):
     """A data file is missing; the message says which, its checksum and where to put it."""
 
 
+class RefusedError(GradveilError):
+    """A site does not agree to what a server asks; nothing was sent.
+
+    Attributes:
+        code: the short word that is sent in place of the message, which may name files of the site.
+    """
+
+    code: str = "config"
+
+
 class RunFolderError(GradveilError):
     """The output folder can't be used for this run."""
 
@@ -98,6 +128,10 @@ class DefenceError(TrainingError):
 
 class DivergedError(TrainingError):
     """The training produced NaN or infinity."""
+
+
+class MessageError(TrainingError):
+    """A message from another machine does not have the form that was agreed on; it was not used."""
 
 
 class TripwireError(TrainingError):

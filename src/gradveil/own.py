@@ -8,9 +8,10 @@ import contextlib
 import hashlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ ADOPTED: Mapping[str, Any] = MappingProxyType(_adopted)
 
 def is_own(reference: str, kind: str) -> bool:
     """Return whether a reference to a component of a kind names one of the user's: ``file.py:Name``, or adopted."""
-    return ".py:" in reference or is_adopted(reference, kind)
+    return names_code(reference) or is_adopted(reference, kind)
 
 
 def is_adopted(name: str, kind: str) -> bool:
@@ -78,6 +79,42 @@ def own_files(spec: str) -> list[str]:
         ['nets/mine.py']
     """
     return re.findall(r"(?:^|[+=])([^+=,]+?\.(?:py(?=:)|safetensors(?=[,+]|$)))", spec)
+
+
+TRUST = "GRADVEIL_TRUST_CODE"
+"""The environment variable by which worker processes know that `trusting_code` is in force."""
+
+
+@contextlib.contextmanager
+def trusting_code(trusted: bool = True) -> Iterator[None]:
+    """Let the files and folders that are read inside name Python files to run, also in processes started inside.
+
+    Otherwise only texts that the user wrote can; see `gradveil.config.refuse_code`.
+    """
+    before = os.environ.get(TRUST)
+    if trusted:
+        os.environ[TRUST] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(TRUST, None)
+        if before is not None:
+            os.environ[TRUST] = before
+
+
+def trusts_code() -> bool:
+    """Return whether `trusting_code` is in force."""
+    return os.environ.get(TRUST) == "1"
+
+
+def names_code(text: str) -> bool:
+    """Return whether a text names a Python file that building the component would run.
+
+    Example:
+        >>> names_code("loda:extractor=nets/mine.py:factory"), names_code("soteria:prune=0.6")
+        (True, False)
+    """
+    return ".py:" in text
 
 
 def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file holds

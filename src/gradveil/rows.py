@@ -57,8 +57,9 @@ class Column:
 
         Formats of numbers: digits behind the point, ``%`` (a share), ``+%`` (a difference of shares), ``×`` (a
         multiple), ``g`` (four significant digits), ``of n`` or ``of images`` (a count among the line's n or
-        images), ``interval`` (with its 95 % interval), ``points`` (percentage points, with their 95 % interval) and
-        ``budget`` (an epsilon with its delta). ``short`` leaves out intervals and deltas.
+        images), ``interval`` (with its 95 % interval), ``points`` (percentage points, with their 95 % interval),
+        ``budget`` (an epsilon with its delta) and ``estimate`` (three significant digits, with an interval). ``short``
+        leaves out intervals and deltas.
 
         Example:
             >>> Column("accuracy", "number", "Accuracy", format="%").text({"accuracy": 0.9691})
@@ -89,6 +90,9 @@ class Column:
             low, high = (line.get(f"{self.key}_{end}") for end in ("low", "high"))
             ends = "(1 seed)" if low is None or high is None else f"[{low:.{digits}f}, {high:.{digits}f}]"
             return f"{value:.{digits}f}" if short else f"{value:.{digits}f} {ends}"
+        if self.format == "estimate":
+            low, high = (line.get(f"{self.key}_{end}") for end in ("low", "high"))
+            return f"{value:.3g}" if low is None or high is None or short else f"{value:.3g} [{low:.3g}, {high:.3g}]"
         if self.format == "budget":
             delta = line.get(self.key.replace("epsilon", "delta"))
             return f"{value:.3g}" if delta is None or short else f"{value:.3g} at δ = {delta:.3g}"
@@ -199,6 +203,11 @@ class Schema:
         row = {column.key: _READERS[column.type](raw.get(column.key)) for column in self.of(*KINDS)}
         return row | {"kind": raw.get("kind", "privacy")}
 
+    def read_line(self, table: str, raw: Mapping[str, Any]) -> Row:
+        """Return the fields that a saved row of a table has, each in its type; fields of other names are left out."""
+        there = [column for column in self.of(table) if column.key in raw]
+        return {c.key: None if raw[c.key] is None else _READERS[c.type](raw[c.key]) for c in there}
+
 
 def blind_column(metric: Column) -> Column:
     """Return the column of a metric's value for the blind guess."""
@@ -293,8 +302,11 @@ COLUMNS = (
     Column("round", "index", "Round", "", "0", tables=("membership", "round")),
     Column("round", "index", "Round", "Round of the training in which the update was sent", "0", tables=("privacy",),
            later=True),
+    Column("later_rounds", "numbers", "Later rounds", "Rounds that were attacked together with this one",
+           tables=("privacy",), shown=False, later=True),
     Column("client", "index", "Client", "Number of the client", "0", tables=("membership", "client")),
-    Column("client", "index", "Client", "Number of the client", "0", tables=("privacy",), later=True),
+    Column("client", "index", "Client", "Number of the client, or -1 if the update is the mean of a round's clients",
+           "0", tables=("privacy",), later=True),
     Column("local_steps", "index", "Steps", "Local steps behind the attacked update", "0", tables=("privacy",),
            later=True),
     Column("batch_norm", "text", "BatchNorm", "Running statistics in training: average, local or freeze",
@@ -305,6 +317,10 @@ COLUMNS = (
            "alters the model or looks several times", tables=("privacy",), later=True),
     Column("update_sha256", "text", "Update", "Digest of the attacked tensors", shown=False, tables=("privacy",),
            later=True),
+    Column("seeks", "text", "Seeks", "What the attack looks for: pictures, or labels alone", shown=False,
+           tables=_PRIVACY, later=True),
+    Column("later_sha256", "texts", "Later updates", "Digests of the updates of later_rounds", shown=False,
+           tables=("privacy",), later=True),
     Column("n", "index", "n", "Attacked targets, over all seeds", "0", tables=("summary",)),
     Column("n", "index", "n", "Attacked local models, over all seeds", "0", tables=("members",)),
     Column("seeds", "index", "Seeds", "Number of seeds", "0", shown=False, tables=("summary", "costs", "members")),
@@ -330,6 +346,8 @@ COLUMNS = (
            "%", tables=_PRIVACY, mean=True, shown=False, later=True),
     Column("label_accuracy", "number", "Labels", "Share of the labels that were recovered, if any was guessed", "%",
            True, _PRIVACY, mean=True),
+    Column("blind_label_accuracy", "number", "Blind, labels", "Share of the labels that a guess by the classes' shares "
+           "of public images gets right", "%", tables=_PRIVACY, mean=True, shown=False, later=True),
     Column("guessed", "number", "Guessed", "Share of the images that have a guess; metrics are means over these", "%",
            True, _PRIVACY, mean=True, later=True),
     Column("images", "number", "Images", "Private images behind the attacked update", "0", tables=("privacy",),
@@ -386,6 +404,21 @@ COLUMNS = (
            tables=("privacy", "utility", "costs")),
     Column("delta", "number", "δ of the update", "Chance that the budget of the update does not hold", "g", shown=False,
            tables=("summary",)),
+    Column("epsilon", "number", "ε", "Privacy budget of the whole training, as the defence states it", "g", True,
+           ("round",), later=True),
+    Column("delta", "number", "δ", "Chance that the stated budget does not hold", "g", tables=("round",), later=True),
+    Column("epsilon_hat", "number", "ε by canaries [99 %]", "Epsilon of the training that canaries measure, with its "
+           "interval; 1e+09 means that no noise was found", "estimate", True, (*_COSTS, "round"), later=True),
+    Column("epsilon_hat_low", "number", "ε by canaries, low", "Lower end of the interval", "g", shown=False,
+           tables=(*_COSTS, "round"), later=True),
+    Column("epsilon_hat_high", "number", "ε by canaries, high", "Upper end of the interval", "g", shown=False,
+           tables=(*_COSTS, "round"), later=True),
+    Column("delta_hat", "number", "δ by canaries", "Delta at which the canaries' epsilon is measured", "g", shown=False,
+           tables=(*_COSTS, "round"), later=True),
+    Column("canaries", "number", "Canaries", "Random canaries that were played beside the training", "0", shown=False,
+           tables=(*_COSTS, "round"), later=True),
+    Column("canaries_exceed", "verdict", "Canaries exceed", "Whether the canaries' whole interval lies above the "
+           "stated epsilon: then the defence does not keep it", tables=(*_COSTS, "round"), shown=False, later=True),
     Column("certificate", "number", "Certified distance", "First order, for attackers of the protected layer alone",
            "2", False, _PRIVACY, mean=True),
     Column("tripwire", "texts", "Tripwire", "What the tripwire found in an altered model", "note", tables=("privacy",),
@@ -416,6 +449,8 @@ COLUMNS = (
            shown=False, tables=("utility", "costs", "round"), later=True),
     Column("lr", "number", "Learning rate", "", "g", tables=("round",)),
     Column("clients", "index", "Clients", "Clients that trained in the round", "0", tables=("round",), shown=False),
+    Column("dropped", "texts", "Dropped", "Clients that the server went on without, each with the reason", "note",
+           tables=("round",), later=True),
     Column("tripwire_warnings", "index", "Tripwire warnings", "Clients that found a trap", "0", tables=("round",),
            later=True),
     Column("reports", "mapping", "Reports", "Numbers that the defence reported, means over the clients of a round",

@@ -4,16 +4,17 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from gradveil.errors import DataError, RunFolderError
+from gradveil.seal import check_seal, header_bytes, sealed, without_seal
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
@@ -23,7 +24,7 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -39,11 +40,21 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
         ) from error
 
 
+def make_folder(path: Path, mode: int = 0o755) -> None:
+    """Make a folder that is missing, and its missing parents; whatever the umask, others can't write to any of them.
+
+    The parents get mode 0755 or less, the folder itself ``mode`` or less.
+    """
+    if not path.parent.is_dir():
+        make_folder(path.parent)
+    path.mkdir(mode=mode, exist_ok=True)
+
+
 def save_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, mode: int = 0o644
 ) -> None:
-    """Save tensors by name as safetensors, atomically."""
-    write_atomic(path, to_safetensors(tensors, metadata), mode=mode)
+    """Save tensors by name as safetensors, atomically and with a digest that `load_tensors` checks."""
+    write_atomic(path, sealed(to_safetensors(tensors, metadata)), mode=mode)
 
 
 def to_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -51,29 +62,34 @@ def to_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | 
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     packed = safetensors.torch.save(plain, dict(metadata) if metadata else None)
     size = int.from_bytes(packed[:8], "little")
-    header = json.loads(packed[8 : 8 + size])  # safetensors writes the metadata in random order
-    if "__metadata__" in header:
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + packed[8 + size :]
+    return header_bytes(json.loads(packed[8 : 8 + size])) + packed[8 + size :]  # safetensors shuffles the metadata
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Load tensors by name; raise `DataError` if the file is not a complete safetensors file."""
-    try:
+    """Load tensors by name; raise `DataError` if the file is no complete safetensors file or does not fit its digest.
+
+    Files of gradveil before 0.2 and of other programs have no digest; only their structure is checked.
+    """
+    with _whole(path):
+        check_seal(path)
         return safetensors.torch.load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} must be a whole safetensors file, got: {error}.") from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata that was saved with the tensors."""
+    """Return the metadata that was saved with the tensors, without the digest."""
+    with _whole(path), safe_open(path, framework="pt") as file:
+        return without_seal(file.metadata() or {})
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Turn what a broken safetensors file raises into `DataError`."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} must be a whole safetensors file, got: {error}.") from error
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # torch and safetensors raise many kinds for a header that was changed
+        raise DataError(f"{path} must be a whole safetensors file, got: {str(error)[:500]}.") from error
 
 
 @dataclass(frozen=True)
@@ -148,7 +164,7 @@ class PrivateFolder:
 
     def _make(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(self.path, 0o700)
         except OSError as error:
             raise RunFolderError(
                 f"{self.path} could not be made: {error.strerror or error}. Choose another --out."

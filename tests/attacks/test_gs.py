@@ -23,7 +23,9 @@ def test_gs_on_a_batch():
     assert psnr(truth[0], align(truth[0], result.images[0])).mean() > 14
 
 
-@pytest.mark.parametrize("bad", [{"iterations": 0}, {"lr": 0.0}, {"restarts": 0}, {"chunk": 0}, {"keep": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"iterations": 0}, {"lr": 0.0}, {"restarts": 0}, {"chunk": 0}, {"keep": -1}, {"prior": "x"}]
+)
 def test_bad_settings(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Gs(**bad)

@@ -5,7 +5,8 @@ import torch
 
 from gradveil.attacks.base import Scene
 from gradveil.attacks.imprint import Imprint, quantiles
-from gradveil.attacks.parts.analytic import INSERTED, likely_pictures
+from gradveil.attacks.parts.analytic import INSERTED, likely_pictures, two_linears
+from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
 from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.metrics import align
@@ -125,6 +126,72 @@ def test_several_local_steps_work_approximately_with_a_larger_gain():
     assert share(attack, truth, look(attack, [truth], protocol=Protocol(how, 0.1)), above=30)[0] > 0.5
 
 
+def test_noise_far_above_the_honest_gradient_hides_faint_rows_only():
+    truth, noise = photographs(32, 5), build_defence("gaussian:std=0.5,where=gradient")
+    faint, usual = (
+        share(attack, truth, look(attack, [truth], defence=noise), above=40)[0]
+        for attack in (Imprint(gain=1e-3), Imprint())
+    )
+    assert faint == 0
+    assert usual >= 0.5
+
+
+@pytest.mark.parametrize(("where", "model"), [("inserted", "lenet-dlg"), ("first", "mlp:hidden=64/20")])
+def test_smaller_rows_leave_the_altered_network_as_it_was(where, model):
+    pictures = photographs(6, 5)
+    outputs = []
+    for gain in (1e-3, 1e-8):
+        network = create_model(model, SHAPE, 4, 0, NORMALISATION).eval()
+        altered = Imprint(gain=gain, where=where).alter(network, Scene(SHAPE, 4), torch.Generator().manual_seed(3))
+        outputs.append(altered.eval()(pictures))
+    assert torch.allclose(*outputs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_ramp_per_bin_reads_what_the_ladder_reads():
+    truth, public = photographs(32, 5), batch(photographs(300, 6))
+    shares = []
+    for form in ("ladder", "sparse"):
+        attack = Imprint(form=form, bins=64)
+        found, result = share(attack, truth, look(attack, [truth], public=public))
+        shares.append(found)
+        assert f"{round(found * 32)} surely single ones" in result.why[0]
+    assert shares[0] == shares[1] > 0.4
+
+
+@pytest.mark.parametrize(("where", "model"), [("inserted", "lenet-dlg"), ("first", "mlp:hidden=64")])
+def test_one_shot_reads_the_only_image_of_its_bin_and_nothing_else(where, model):
+    attack, public = Imprint(form="one-shot", bins=16, where=where), batch(photographs(300, 6))
+    middle = public.images.flatten(1).mean(1).double()
+    low, high = quantiles(middle, 16, "empirical")[8:10]
+    truth = photographs(80, 5)
+    answers = truth.flatten(1).mean(1).double()
+    inside, outside = ((answers > low) & (answers < high)).nonzero()[:, 0], (answers < low) | (answers > high)
+    assert len(inside) >= 2
+    one, two = (torch.cat([truth[inside[:count]], truth[outside]]) for count in (1, 2))
+    found = run(attack, look(attack, [one], model, public=public))
+    assert psnr(one[:1], found.images[0, :1]) > 60
+    assert found.images[0, 1:].isnan().all()
+    assert f"1 guesses for {len(one)} images, 1 surely single ones" in found.why[0]
+    mixed = run(attack, look(attack, [two], model, public=public))
+    assert "0 surely single ones" in mixed.why[0]
+
+
+def test_a_pair_of_rows_leaves_the_other_rows_as_they_are():
+    honest, altered = (create_model("mlp:hidden=64", SHAPE, 4, 0, NORMALISATION) for _ in range(2))
+    attack = Imprint(form="one-shot", where="first")
+    before = torch.get_rng_state()
+    altered = attack.alter(altered, Scene(SHAPE, 4), torch.Generator().manual_seed(3))
+    assert torch.equal(before, torch.get_rng_state())
+    (ours, _), (theirs, _) = two_linears(altered, SHAPE), two_linears(honest, SHAPE)
+    assert torch.equal(ours.weight[2:], theirs.weight[2:])
+    assert not torch.equal(ours.weight[:2], theirs.weight[:2])
+
+
+def test_a_ramp_needs_a_block_of_its_own():
+    with pytest.raises(ConfigError, match=r"got where=first\. Use where=inserted or form=ladder"):
+        Imprint(form="sparse", where="first")
+
+
 def test_an_update_of_the_honest_model_is_refused():
     network = create_model("lenet-dlg", SHAPE, 4, 0).eval()
     threat = ThreatModel.of("num-examples", "alters-model")
@@ -157,7 +224,16 @@ def test_empirical_bins_need_public_images():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"bins": 1}, {"query": "x"}, {"mode": -1}, {"distribution": "x"}, {"gain": 0.0}, {"where": "x"}, {"shift": 0.0}],
+    [
+        {"bins": 1},
+        {"form": "x"},
+        {"query": "x"},
+        {"mode": -1},
+        {"distribution": "x"},
+        {"gain": 0.0},
+        {"where": "x"},
+        {"shift": 0.0},
+    ],
 )
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ConfigError):

@@ -45,7 +45,7 @@ def test_the_best_restart_by_the_attackers_own_loss_is_kept(monkeypatch):
     _, _, seen = scene(targets=2)
     losses = torch.tensor([3.0, 1.0, 2.0, 0.5, 4.0, 9.0])  # three restarts of each of two targets
 
-    def search_chunk(attack, steps, task, rng):
+    def search_chunk(attack, steps, task, rng, first):
         images = torch.arange(6.0).view(6, 1, 1, 1, 1).expand(6, 1, 1, 8, 8) / 10
         return matching._Found(images, task.labels, losses, torch.ones(6), images.new_empty(0, 6, 1, 1, 8, 8), [""] * 6)
 
@@ -72,7 +72,7 @@ def test_iterates_are_kept_for_the_report():
 def test_a_restart_that_diverged_never_wins(monkeypatch):
     _, _, seen = scene(targets=1)
 
-    def search_chunk(attack, steps, task, rng):
+    def search_chunk(attack, steps, task, rng, first):
         images = torch.arange(2.0).view(2, 1, 1, 1, 1).expand(2, 1, 1, 8, 8)
         losses = torch.tensor([torch.nan, 5.0])
         nothing = torch.ones(2)

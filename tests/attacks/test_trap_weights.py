@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from gradveil.attacks.trap_weights import TrapWeights, trap_rows
+from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
 from tests.attacks.scene import run
 from tests.attacks.test_imprint import SHAPE, look, photographs, share
@@ -41,6 +42,17 @@ def test_single_images_are_read_exactly_and_distinguished_from_mixtures():
 def test_the_first_layer_of_a_perceptron_can_be_used():
     attack, truth = TrapWeights(where="first"), photographs(6, 5)
     assert share(attack, truth, look(attack, [truth], "mlp:hidden=400"))[0] >= 0.5
+
+
+@pytest.mark.parametrize(("where", "model"), [("inserted", "lenet-dlg"), ("first", "mlp:hidden=400")])
+def test_noise_hides_faint_rows_only(where, model):
+    truth, noise = photographs(6, 5), build_defence("gaussian:std=0.5,where=gradient")
+    faint, usual = (
+        share(attack, truth, look(attack, [truth], model, defence=noise), above=30)[0]
+        for attack in (TrapWeights(rows=400, gain=1.0, where=where), TrapWeights(rows=400, where=where))
+    )
+    assert faint == 0
+    assert usual >= 0.5
 
 
 def test_a_batch_of_one_needs_one_open_row():

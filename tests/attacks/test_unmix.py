@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings, Protocol
 from gradveil.metrics import align
 from gradveil.models import create_model
-from gradveil.threat import PublicKnowledge, ThreatModel
+from gradveil.threat import Knowledge, PublicKnowledge, ThreatModel
 from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 from tests.attacks.parts.test_unmixing import smooth
@@ -53,7 +55,7 @@ def test_it_reconstructs_far_better_than_the_encodings(defence, gain):
     rng = torch.Generator().manual_seed(0)
     encoded = Encodings()(blind, rng)
     assert encoded.images.shape == truth.shape
-    decoded = Unmix(train=30, width=8, restarts=2)(seen, rng)
+    decoded = Unmix(train=30, width=8, restarts=2, rounds=20)(seen, rng)
     assert decoded.images.shape == truth.shape
     assert (quality(truth, decoded) > quality(truth, encoded) + gain).all()
     if defence.startswith("mixup"):
@@ -63,7 +65,7 @@ def test_it_reconstructs_far_better_than_the_encodings(defence, gain):
 
 
 def test_a_known_defence_is_decoded_after_any_attack_and_clients_stay_apart(monkeypatch):
-    quick = {"unmix": Countermove(decode=("unmix:train=40,width=8",))}
+    quick = {"unmix": Countermove(decode=("unmix:train=40,width=8,restarts=4,rounds=20",))}
     monkeypatch.setattr(Mixup, "adaptive", lambda self, arrived: quick)
     truth, _, seen = look("mixup:k=3", rounds=20, clients=2)
     rng = torch.Generator().manual_seed(0)
@@ -80,7 +82,7 @@ def test_single_images_a_round_are_enough():
     assert seen.num_examples == 1
     assert seen.num_images == 5
     assert seen.labels.shape == (120, 1, 4)
-    result = Unmix(train=30, width=8, restarts=2)(seen, torch.Generator().manual_seed(0))
+    result = Unmix(train=30, width=8, restarts=2, rounds=20)(seen, torch.Generator().manual_seed(0))
     assert result.images.shape == truth.shape
     assert quality(truth, result) > 20
 
@@ -89,7 +91,7 @@ def test_public_images_in_the_mixtures_are_noise_to_it():
     truth, _, seen = look("instahide:k=3,pool=public,flip=0", rounds=40)
     _, _, blind = look("instahide:k=3,pool=public,flip=0", rounds=40, adaptive=False)
     rng = torch.Generator().manual_seed(0)
-    decoded = Unmix(train=40, width=8, restarts=2)(seen, rng)
+    decoded = Unmix(train=40, width=8, restarts=2, rounds=20)(seen, rng)
     assert quality(truth, decoded) > quality(truth, Encodings()(blind, rng)) + 0.5
 
 
@@ -112,7 +114,7 @@ def test_another_defence_does_not_change_the_guesses():
 
 
 def test_the_attack_before_it_is_a_setting():
-    attack = build_attack("unmix:inner=gs:iterations=5;tv=0.01,train=10")
+    attack = build_attack("unmix:inner=gs:iterations=5;tv=0.01,train=10,restarts=2,rounds=4")
     assert attack.needs >= {"num-examples", "public-data", "defence"}
     assert "encodings" not in attack.needs
     _, _, seen = look("mixup:k=2", rounds=3, grants=("num-examples", "public-data"))
@@ -122,3 +124,45 @@ def test_the_attack_before_it_is_a_setting():
         build_attack("unmix:inner=unmix")
     with pytest.raises(ConfigError, match="rounds"):
         build_attack("unmix:rounds=0")
+    with pytest.raises(ConfigError, match="keep"):
+        build_attack("unmix:keep=0")
+
+
+QUICK = Unmix(train=30, width=8, restarts=2, rounds=20)
+
+
+def inverted(seen, worst, seed=0):
+    """Return guesses of the encodings, every fifth with noise of size ``worst``, and losses that tell."""
+    rng = torch.Generator().manual_seed(seed)
+    found = Encodings().run(seen, rng)
+    sizes = torch.where(torch.arange(seen.num_targets) % 5 == 0, worst, 0.01)
+    noise = torch.randn(found.images.shape, generator=rng) * sizes.view(-1, 1, 1, 1, 1)
+    return replace(found, images=(found.images + noise).clamp(0, 1), loss=sizes)
+
+
+def test_the_worst_guesses_by_their_loss_are_left_out():
+    truth, _, seen = look("mixup:k=3")
+    found = inverted(seen, 0.5)
+    scores = {keep: quality(truth, replace(QUICK, keep=keep).decode(found, seen, rng_of(0))) for keep in (0.75, 1.0)}
+    assert scores[0.75] > scores[1.0] + 2
+    equal = replace(found, loss=torch.zeros_like(found.loss))
+    all_of_them = quality(truth, QUICK.decode(equal, seen, rng_of(0)))
+    assert torch.equal(all_of_them, scores[1.0])
+
+
+def test_soft_labels_and_granted_shares_help():
+    truth, _, seen = look("mixup:k=3", rounds=4, grants=(*GRANTS, "mixing"))
+    found = inverted(seen, 0.02)
+    views = {
+        "blind": seen.without(Knowledge.LABELS, Knowledge.ENCODINGS, Knowledge.MIXING),
+        "labels": seen.without(Knowledge.ENCODINGS, Knowledge.MIXING),
+        "mixing": seen,
+    }
+    scores = {name: quality(truth, QUICK.decode(found, view, rng_of(0))) for name, view in views.items()}
+    assert scores["mixing"] > 25
+    assert scores["labels"] > 20
+    assert scores["blind"] < scores["labels"] - 2, scores
+
+
+def rng_of(seed):
+    return torch.Generator().manual_seed(seed)

@@ -5,10 +5,14 @@ import json
 import pytest
 import torch
 
+from gradveil.attacks import build_attack
 from gradveil.audits import audit
 from gradveil.audits.plan import plan
-from gradveil.audits.tapping import world_of
+from gradveil.audits.stage import views
+from gradveil.audits.tapping import load_tap, world_of
+from gradveil.audits.utility import price_cell
 from gradveil.data import load_dataset
+from gradveil.defences import build_defence
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
 from gradveil.metrics.recognition import OTHER_IMAGES
@@ -141,17 +145,59 @@ def test_an_audit_from_before_protocols_is_named_and_not_resumed(small, tmp_path
         audit(settings, out, workers=0, resume=True)
 
 
-def test_a_defence_that_draws_its_own_batches_is_flagged(small, tmp_path):
+@pytest.mark.parametrize("aggregation", ["none", "secure"])
+def test_images_that_a_defence_draws_by_itself_are_those_that_are_scored(small, tmp_path, aggregation):
     settings = small(
-        defences="dp-sgd,dp-sgd:sampling=shuffle,dp-sgd+prune", rounds=1, tap="1", attacks="gs:iterations=3",
-        partition="iid:images=6",
+        defences="dp-sgd,dp-sgd:sampling=shuffle,dp-sgd+prune", rounds=2, tap="1/2", attacks="gs:iterations=3",
+        partition="iid:images=6", clients=8, targets=8, aggregation=aggregation,
     )  # fmt: skip
     result = audit(settings, tmp_path / "run", workers=0)
-    rows = {row["defence"] for row in privacy(result) if OTHER_IMAGES in row["flags"]}
-    lines = {line["defence"] for line in result.summary if OTHER_IMAGES in line["flags"]}
-    assert rows == lines == {"dp-sgd", "dp-sgd+prune"}
+    assert not result.failed
+    assert not any(OTHER_IMAGES in row["flags"] for row in privacy(result))
+    counts = {}
+    for row in privacy(result):
+        counts.setdefault(row["defence"], []).append(row["images"])
+        assert (row["psnr"] is None) == (row["images"] == 0)
+        assert ("drew no image" in row["why"]) == (row["images"] == 0)
+    if aggregation == "none":
+        assert {*counts["none"]} == {*counts["dp-sgd:sampling=shuffle"]} == {1}
+        assert {0, 1} < {*counts["dp-sgd"]} == {*counts["dp-sgd+prune"]}  # Poisson samples vary in size
+    assert read_audit(result.out).notes == ()
+
+
+def test_a_mixture_of_drawn_images_is_flagged(small, tmp_path):
+    settings = small(
+        defences="mixup:k=2+dp-sgd", rounds=1, tap="1", attacks="gs:iterations=3", partition="iid:images=6", images=2
+    )
+    result = audit(settings, tmp_path / "run", workers=0)
+    flagged = {row["defence"] for row in privacy(result) if OTHER_IMAGES in row["flags"]}
+    assert flagged == {line["defence"] for line in result.summary if OTHER_IMAGES in line["flags"]} != set()
 
 
 def test_a_page_that_shows_all_tapped_rounds_does_not_say_that_some_are_missing(small, tmp_path):
     result = audit(small(rounds=2, tap="1/2", attacks="gs:iterations=3"), tmp_path / "run", workers=0)
     assert "targets are shown" not in result.report.read_text()
+
+
+@pytest.mark.parametrize("defence", ["precode", "fedkl:length=8", "none"])
+def test_a_branch_begins_with_the_tapped_model_also_in_layers_that_the_defence_made(small, tmp_path, defence):
+    settings = small(
+        defences=defence, attacks="gs:iterations=2", looks=2, tap="2", model="lenet-dlg", dataset="mnist-5k", lr=0.5,
+    )  # fmt: skip
+    dataset, out = load_dataset(settings.dataset), tmp_path / "run"
+    training, cell = plan(settings)[-2:]
+    price_cell(training, settings, dataset, None, out)
+    (view,), _ = views(cell, settings, dataset, build_defence(defence), build_attack(settings.attacks[0]), None, out)
+    tapped = load_tap(out / "trainings" / training.name, 2, out / "cells")
+    state = view.seen.network.state_dict()
+    assert state.keys() == tapped.model.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in tapped.model.items())
+
+
+def test_the_noise_beside_dropout_is_that_of_the_defence_alone(small, tmp_path):
+    settings = small(
+        defences="gaussian:std=1e-7", attacks="gs:iterations=2", tap="1", rounds=1, dataset="mnist-5k",
+        model="vgg16:head=full,width=4,hidden=16,dropout=0.5", images=2, batch_norm="freeze",
+    )  # fmt: skip
+    rows = [row for row in privacy(audit(settings, tmp_path / "run", workers=0)) if row["defence"] != "none"]
+    assert all(row["signal_to_noise"] > 100 for row in rows)

@@ -319,20 +319,23 @@ def test_missing_images_are_computed_again(small, tmp_path):
             {"attacks": f"{QUICK},start=class-average"},
             "needs class-averages; add --knows class-averages,labels",
         ),
-        ({"attacks": "idlg:start=public"}, r"needs public-data; add --knows labels,num-examples,public-data"),
+        (
+            {"attacks": "idlg:start=public", "knows": "labels,num-examples"},
+            r"needs public-data; add --knows labels,num-examples,public-data",
+        ),
         (
             {"attacks": "imprint:distribution=empirical", "knows": "num-examples,alters-model"},
             "needs public-data; add --knows alters-model,num-examples,public-data",
         ),
         (
-            {"protocol": "fedavg", "batch_size": 2},
+            {"protocol": "fedavg", "batch_size": 2, "knows": "labels,num-examples"},
             "needs local-steps; add --knows labels,local-steps,num-examples",
         ),
         ({"model": "resnet20", "defences": "clip+dp-sgd"}, "needs per-example gradients.*--batch-norm freeze"),
         ({"defences": "mixup", "images": 3}, "needs clients with 4 images or more, got one with 3"),
         ({"defences": "mixup:k=5", "images": 6, "partition": "iid:images=4"}, "5 images or more, got one with 4"),
         ({"defences": "clip+loda"}, "needs public images, got none"),
-        ({"weights": "no-such-file"}, "No such file or directory: no-such-file"),
+        ({"weights": "no-such-file"}, "No such file or directory: 'no-such-file'"),
     ],
 )
 def test_errors_that_would_fail_every_cell_are_found_before_any_work(small, tmp_path, change, text):
@@ -445,11 +448,11 @@ def test_a_target_is_certified_by_what_was_pruned_of_its_own_batch(small, tmp_pa
 
 
 def test_many_looks_at_a_client_are_decoded_by_an_attacker_who_knows_the_defence(small, tmp_path, monkeypatch):
-    quick = {"unmix": Countermove(decode=("unmix:train=30,width=8,restarts=2",))}
+    quick = {"unmix": Countermove(decode=("unmix:train=60,width=8,restarts=4",))}
     monkeypatch.setattr(Mixup, "adaptive", lambda self, arrived: quick)
     settings = small(
-        defences="mixup:k=2", attacks="encodings", knows="num-examples,encodings,public-data", images=4, looks=20,
-        targets=1, adaptive=True, rounds=0,
+        defences="mixup:k=2", attacks="encodings", knows="num-examples,encodings,public-data", images=4, looks=40,
+        targets=1, adaptive=True, rounds=0, dataset="mnist-5k",
     )  # fmt: skip
     rows = audit(settings, tmp_path / "looks", workers=0).rows
     plain, known = (next(r for r in rows if r["defence"] == "mixup:k=2" and r["adaptive"] is a) for a in (False, True))

@@ -41,7 +41,6 @@ def test_an_empty_list_is_refused(kind, empty):
         ({"tap": "1/9", "rounds": 8}, ConfigError, r"tap must name rounds of the training \(1 to 8\), got 9.*--rounds"),
         ({"tap": "0"}, ConfigError, "tap must name rounds"),
         ({"tap": "2/2"}, ConfigError, "tap must name each round once"),
-        ({"aggregation": "secure"}, ConfigError, "aggregation must be none for now"),
         ({"rounds": -1}, ConfigError, "rounds must be"),
         ({"lr": "fast"}, ConfigError, "lr"),
         ({"target": 3}, UnknownNameError, "Did you mean 'targets'"),
@@ -71,7 +70,7 @@ def test_the_training_has_the_same_settings():
     )
     assert settings.training("prune", 6) == same
     lab = dataclasses.replace(settings, protocol="lab", images=3).training("prune", 6)
-    assert lab == dataclasses.replace(same, algorithm="fedsgd", batch_size=3)
+    assert lab == dataclasses.replace(same, algorithm="fedsgd", batch_size=3, weighting="uniform")
 
 
 def test_each_protocol_has_its_own_number_of_rounds_and_taps():

@@ -93,7 +93,7 @@ def test_the_figures_are_those_of_the_training(small):
 def test_the_budget_is_that_of_the_worst_client(small):
     settings = small(rounds=2, partition="dirichlet:alpha=1.0", defences="dp-sgd")
     with Simulation(settings.training("dp-sgd", 0), workers=0) as simulation:
-        sizes, how = set(simulation.sizes), utility.local_settings(simulation.settings)
+        sizes, how = set(simulation.sizes), utility.Protocol.of(simulation.settings).local
     each = [build_defence("dp-sgd").budget(how.releases(size, 2)).epsilon for size in sizes]
     assert len(set(each)) > 1
     assert price(settings, "dp-sgd")["epsilon"] == max(each)

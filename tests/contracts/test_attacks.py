@@ -22,7 +22,7 @@ MEMBERSHIP = [name for name, cls in EVERY.items() if issubclass(cls, MembershipA
 EVERYTHING = ThreatModel(frozenset(Knowledge))
 
 
-MODELS = {"linear": "mlp:hidden=20"}
+MODELS = {"linear": "mlp:hidden=20", "spear": "mlp:hidden=20"}
 """The network for attacks that cannot work on the default one."""
 
 
@@ -39,18 +39,24 @@ def look(attack, threat):
         private,
         threat=threat,
         num_classes=4,
-        public=PublicKnowledge(private[0], torch.rand(4, 1, 8, 8)),
+        public=PublicKnowledge(
+            Batch(torch.rand(24, 1, 8, 8, generator=rng), torch.arange(24) % 4, torch.zeros(24) > 0),
+            torch.rand(4, 1, 8, 8),
+        ),
         federation=Federation(alter=alter),
     )
 
 
 def quick(name, iterations):
-    """Return the attack with few steps, if it has such a setting."""
-    steps = any(field.name == "iterations" for field in fields(EVERY[name]))
-    return build(Attack, f"{name}:iterations={iterations}" if steps else name)
+    """Return the attack with little work, if it has such settings."""
+    there = {field.name for field in fields(EVERY[name])}
+    less = {"iterations": iterations, "samples": 40}
+    settings = ",".join(f"{key}={value}" for key, value in less.items() if key in there)
+    return build(Attack, ":".join(filter(None, [name, settings])))
 
 
 def test_every_attack_is_of_one_kind():
+    assert {cls.seeks for cls in EVERY.values()} == {"pictures", "labels", "membership"}
     assert sorted(ATTACKS + MEMBERSHIP) == sorted(EVERY)
     assert all(issubclass(cls, AnyAttack) for cls in EVERY.values())
 
@@ -73,9 +79,13 @@ class TestEveryReconstruction:
         assert one.images.shape == (2, 1, 1, 8, 8)
         assert one.labels.shape == (2, 1)
         assert one.loss.shape == one.converged.shape == (2,)
-        assert one.images.min() >= 0
-        assert one.images.max() <= 1
-        assert torch.equal(one.images, two.images)
+        if attack.seeks == "pictures":
+            assert one.images.min() >= 0
+            assert one.images.max() <= 1
+        else:
+            assert one.images.isnan().all()
+        assert torch.equal(one.images.nan_to_num(-1), two.images.nan_to_num(-1))
+        assert torch.equal(one.labels, two.labels)
         assert not one.images.requires_grad
 
     def test_does_not_change_the_observation(self, name):
@@ -87,6 +97,14 @@ class TestEveryReconstruction:
         assert all(torch.equal(updates[key], tensor) for key, tensor in seen.updates.items())
         assert all(torch.equal(weights[key], tensor) for key, tensor in seen.network.state_dict().items())
         assert all(parameter.grad is None for parameter in seen.network.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if EVERY[name].ignores])
+def test_an_attack_does_not_use_what_it_says_to_ignore(name):
+    attack = quick(name, 2)
+    less = ThreatModel(EVERYTHING.knows - attack.ignores)
+    one, two = (attack(look(attack, threat), torch.Generator().manual_seed(4)) for threat in (EVERYTHING, less))
+    assert torch.equal(one.labels, two.labels)
 
 
 ALTERING = [name for name in ATTACKS if Knowledge.ALTERS_MODEL in EVERY[name].needs]

@@ -15,6 +15,7 @@ import gradveil.defences
 from gradveil.defences import HOOKS, Arrived, Client, Defence, Server, build_defence
 from gradveil.engines.simulation import Simulation
 from gradveil.registry import components
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Update
 
 DEFENCES = list(components("defences"))
@@ -30,6 +31,7 @@ NO_HOOKS = (
     "check_training",
     "overrides",
     "require_pixels",
+    "sends",
 )
 
 
@@ -54,13 +56,13 @@ def tensors_like(model, make=torch.randn_like):
 
 
 def make_client(defence, seed=0):
-    model = defence.on_model(make_model(), torch.Generator().manual_seed(seed))
+    model = defence.on_model(make_model(), SecretStream(seed))
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     early = defence.early_clients(4)
     server = Server(1, model, {}, {}, torch.Generator().manual_seed(seed))
     public = defence.public({c: Update(tensors_like(model), 4) for c in early}, server)
     client = max(set(range(4)) - set(early))
-    rng = torch.Generator().manual_seed(seed)
+    rng = SecretStream(seed)
     return Client(client, 1, model, start, make_batch(), public, {}, rng, aux=make_batch(6))
 
 
@@ -95,6 +97,17 @@ class TestEveryDefence:
             k: (v.shape, v.dtype) for k, v in tensors.items()
         }
         assert received.num_examples == 4
+
+    def test_says_in_which_form_it_sends_an_update(self, name):
+        defence = build_defence(name)
+        client = make_client(defence)
+        tensors = shared(defence, client)
+        sent, _ = protect(defence, tensors, client)
+        form = defence.sends(Update(tensors, 4))
+        assert form is not None
+        assert {k: (v.shape, v.dtype) for k, v in sent.tensors.items()} == {
+            k: (v.shape, v.dtype) for k, v in form.tensors.items()
+        }
 
     def test_a_gradient_keeps_names_shapes_and_types(self, name):
         defence = build_defence(name)
@@ -171,7 +184,7 @@ class TestEveryDefence:
 
     def test_the_model_still_gives_outputs(self, name):
         defence = build_defence(name)
-        model = defence.on_model(make_model(), torch.Generator().manual_seed(0))
+        model = defence.on_model(make_model(), SecretStream(0))
         assert model(make_batch().images).shape == (4, 3)
 
     def test_it_names_its_countermoves(self, name):

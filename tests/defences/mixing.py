@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from gradveil.defences import Client
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch
 
 
@@ -15,7 +16,7 @@ def pictures(count, seed=0, shape=(2, 4, 4)):
 
 def client_with(data, aux=None, seed=0):
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(32), nn.Linear(32, 5)).eval()
-    return Client(0, 1, model, {}, data, {}, {}, torch.Generator().manual_seed(seed), aux)
+    return Client(0, 1, model, {}, data, {}, {}, SecretStream(seed), aux)
 
 
 def coefficients_of(encoded, parts):

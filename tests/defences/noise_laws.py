@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gradveil.defences import Arrived, Client, build_defence
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Update
 
 NO_BATCH = Batch(torch.zeros(0, 1, 1, 1), torch.zeros(0).long(), torch.zeros(0) > 0)
@@ -14,7 +15,7 @@ ENTRIES = 200_000
 
 
 def rng(seed=0):
-    return torch.Generator().manual_seed(seed)
+    return SecretStream(seed)
 
 
 def client():

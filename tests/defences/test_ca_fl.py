@@ -11,6 +11,7 @@ from gradveil.attacks import build_attack
 from gradveil.defences import Arrived, Client, Releases, Server, build_defence
 from gradveil.defences.ca_fl import CaFl, draw_sensing, recover
 from gradveil.errors import ConfigError, DefenceError
+from gradveil.secret_stream import SecretStream
 from gradveil.storage import to_safetensors
 from gradveil.types import Batch, Update
 from tests.attacks.scene import psnr, run, scene
@@ -25,7 +26,7 @@ def rng(seed=0):
 
 
 def client(public=None):
-    return Client(0, 1, nn.Identity(), {}, NO_BATCH, public or {}, {}, rng())
+    return Client(0, 1, nn.Identity(), {}, NO_BATCH, public or {}, {}, SecretStream(0))
 
 
 def server(public=None, model=None, state=None, seed=0):
@@ -149,7 +150,7 @@ def test_noise_has_its_moments_and_no_number_leaves_its_range(per, share):
     peak = Update({"w": torch.cat([torch.full((1,), 1e6), torch.zeros(entries - 1)])}, 1)
     moved = defence.on_update(peak, client(public)).tensors["sensed"] - noise * scale
     assert moved.abs().max() <= limit + 1e-6 * scale * 20
-    assert moved.abs().max() > 0.99 * limit
+    assert moved.abs().max() > 0.97 * limit  # rounded toward zero to the grid of the noise
 
 
 def test_the_server_draws_a_seed_each_round_and_the_bound_follows_the_model():
@@ -209,11 +210,19 @@ def test_the_attacker_compares_in_the_compressed_domain():
     assert float(whole.norm()) == pytest.approx(norm, rel=0.1)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_update_that_is_not_finite_counts_as_zero(bad):
+    broken, zero = torch.ones(50).index_fill(0, torch.tensor(3), bad), torch.zeros(50)
+    found, wanted = (
+        CaFl().on_update(Update({"w": tensor}, 1), client()).tensors["sensed"] for tensor in (broken, zero)
+    )
+    assert torch.equal(found, wanted)
+    assert bool(found.all())
+
+
 def test_an_update_that_cannot_be_protected_is_not_sent_and_a_message_must_fit():
     with pytest.raises(DefenceError, match="running_mean"):
         CaFl().on_update(Update({"w": torch.ones(2)}, 1, {"norm.running_mean": torch.ones(2)}), client())
-    with pytest.raises(DefenceError, match="finite"):
-        CaFl().on_update(Update({"w": torch.tensor([math.nan])}, 1), client())
     sent = CaFl().on_update(Update({"w": torch.ones(50)}, 1), client())
     with pytest.raises(DefenceError, match="10 numbers"):
         CaFl(ratio=0.2).on_server(sent, server())

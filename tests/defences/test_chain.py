@@ -9,6 +9,7 @@ from gradveil.defences import HOOKS, Arrived, Chain, Client, Defence, Server, bu
 from gradveil.defences.base import Releases
 from gradveil.defences.chain import FACTS
 from gradveil.errors import ConfigError, DefenceError, UnknownNameError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Update
 
 
@@ -63,7 +64,7 @@ BATCH = Batch(ONE.view(1, 1, 1, 1), torch.zeros(1).long(), torch.zeros(1) > 0)
 
 def sides():
     public = {"0.x": torch.tensor(10.0), "1.x": torch.tensor(1000.0)}
-    client = Client(1, 1, nn.Identity(), {}, BATCH, public, {}, torch.Generator())
+    client = Client(1, 1, nn.Identity(), {}, BATCH, public, {}, SecretStream(0))
     return client, Server(1, nn.Identity(), public, {}, torch.Generator())
 
 
@@ -94,7 +95,7 @@ def test_each_member_has_its_own_state():
 
 
 def test_models_nest_and_private_names_and_early_clients_join():
-    model = CHAIN.on_model(nn.Identity(), torch.Generator())
+    model = CHAIN.on_model(nn.Identity(), SecretStream(0))
     assert [layer.threshold for layer in model.modules() if isinstance(layer, nn.Threshold)] == [2.0, 3.0]
     assert model[1].threshold == 3.0
     assert [CHAIN.private(name) for name in ("secret2", "secret3", "other")] == [True, True, False]
@@ -232,7 +233,7 @@ def test_what_one_member_hid_does_not_come_back_in_through_another():
     data = Batch(torch.rand(6, 3, 8, 8, generator=rng), torch.arange(6) % 3, torch.zeros(6) > 0)
     batch = data[slice(3)]
     public = {"0.x": torch.zeros(())}
-    client = Client(0, 1, nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), {}, data, public, {}, rng)
+    client = Client(0, 1, nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), {}, data, public, {}, SecretStream(0))
     black = Affine(factor=0.0, shift=0.0)  # hides all
     for pool in ("batch", "data"):
         chain = Chain((black, build_defence(f"mixup:k=3,pool={pool}")))
@@ -274,7 +275,7 @@ def test_there_is_no_certificate_of_images_that_were_hidden():
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 6 * 6, 3))
     batch = Batch(torch.rand(2, 1, 8, 8), torch.tensor([0, 1]), torch.zeros(2) > 0)
     bounds = [
-        build_defence(spec).certificate(network, batch, torch.Generator()) for spec in ("soteria+prune", "ats+soteria")
+        build_defence(spec).certificate(network, batch, SecretStream(0)) for spec in ("soteria+prune", "ats+soteria")
     ]
     assert bounds[0] is not None
     assert bounds[1] is None

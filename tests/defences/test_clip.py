@@ -9,6 +9,7 @@ from torch import nn
 from gradveil.defences import Arrived, Client, build_defence
 from gradveil.defences.clip import Clip
 from gradveil.errors import ConfigError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Update
 
 NO_BATCH = Batch(torch.zeros(0, 1, 1, 1), torch.zeros(0).long(), torch.zeros(0) > 0)
@@ -16,7 +17,7 @@ GIVEN = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(12.0)}  # norm 13
 
 
 def client():
-    return Client(0, 1, nn.Identity(), {}, NO_BATCH, {}, {}, torch.Generator())
+    return Client(0, 1, nn.Identity(), {}, NO_BATCH, {}, {}, SecretStream(0))
 
 
 @pytest.mark.parametrize("where", ["update", "gradient"])
@@ -35,7 +36,7 @@ def test_worked_by_hand_at_both_places(where):
 @given(st.lists(st.floats(-1e4, 1e4, width=16), max_size=9), st.floats(-1e4, 1e4, width=16), st.floats(1e-3, 1e5))
 def test_the_norm_is_bounded_the_direction_kept_and_the_short_left_alone(values, scalar, norm):
     tensors = {"a": torch.tensor(values, dtype=torch.float64), "b": torch.tensor(scalar, dtype=torch.float32)}
-    result = Clip(norm=norm).perturb(tensors, torch.Generator())
+    result = Clip(norm=norm).perturb(tensors, SecretStream(0))
     before, after = Update(tensors, 1).norm(), Update(result, 1).norm()
     assert after <= norm * (1 + 1e-6)
     factor = min(1.0, norm / before.item()) if before > 0 else 1.0
@@ -45,10 +46,10 @@ def test_the_norm_is_bounded_the_direction_kept_and_the_short_left_alone(values,
 
 
 def test_half_and_nothing():
-    result = Clip(norm=1e-3).perturb({"w": torch.full((4,), 50.0).half()}, torch.Generator())["w"]
+    result = Clip(norm=1e-3).perturb({"w": torch.full((4,), 50.0).half()}, SecretStream(0))["w"]
     assert result.dtype == torch.float16
     assert torch.allclose(result.float(), torch.full((4,), 5e-4), rtol=1e-2)
-    assert Clip().perturb({}, torch.Generator()) == {}
+    assert Clip().perturb({}, SecretStream(0)) == {}
 
 
 @pytest.mark.parametrize(("where", "move"), [("update", "again"), ("gradient", "again"), ("update", "scale")])
@@ -64,9 +65,9 @@ def test_the_attacker_turns_the_true_gradient_into_what_it_saw(where, move):
     for t in range(3):
         gradient = {name: tensor[t] for name, tensor in true.items()}
         if where == "update":
-            change = defence.perturb({name: -0.5 * tensor for name, tensor in gradient.items()}, torch.Generator())
+            change = defence.perturb({name: -0.5 * tensor for name, tensor in gradient.items()}, SecretStream(0))
         else:
-            change = {name: -0.5 * part for name, part in defence.perturb(gradient, torch.Generator()).items()}
+            change = {name: -0.5 * part for name, part in defence.perturb(gradient, SecretStream(0)).items()}
         rows.append(change)
     seen = {name: torch.stack([row[name] for row in rows]) / -0.5 for name in true}
     found = defence.adaptive(Arrived(seen, steps))[move]

@@ -18,6 +18,7 @@ from gradveil.defences.entangle import Entangle, foreign_entries, relative_chang
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.federated.server import Sent, play_round, sample_clients
+from gradveil.secret_stream import SecretStream
 from gradveil.threat import Knowledge, ThreatModel
 from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch, Update
@@ -58,7 +59,7 @@ def make_client(defence=EXACT, model=None, number=1, public=None, seed=0):
     early = {guard: Update(changes(model, 10 + guard), 4) for guard in defence.guards}
     if public is None:
         public = defence.public(early, Server(1, model, {}, {}, torch.Generator()))
-    rng = torch.Generator().manual_seed(seed)
+    rng = SecretStream(seed)
     return Client(number, 1, model, start, make_batch(), public, {}, rng)
 
 

@@ -25,6 +25,7 @@ from gradveil.registry import components
 from gradveil.runs.attack import attack_files
 from gradveil.runs.train import train
 from gradveil.runs.update_spec import UpdateSpec
+from gradveil.secret_stream import SecretStream
 from gradveil.storage import PrivateFolder, load_tensors
 from gradveil.threat import Knowledge, ThreatModel
 from gradveil.threat.observe import observe
@@ -36,7 +37,7 @@ PLAIN = ("logistic", "mlp")
 
 def locked(spec="fedkl:length=8", model="lenet-dlg", seed=0, shape=(1, 12, 12)):
     network = create_model(model, shape, 3, 0).eval()
-    return build_defence(spec).on_model(network, torch.Generator().manual_seed(seed))
+    return build_defence(spec).on_model(network, SecretStream(seed))
 
 
 def key_locks(network):
@@ -127,7 +128,7 @@ class TestLockedBlock:
     def test_leaves_the_given_network_and_the_global_generator_alone(self):
         network = create_model("resnet20:width=4", (3, 16, 16), 3, 0)
         names, before = list(network.state_dict()), torch.get_rng_state()
-        build_defence("fedkl").on_model(network, torch.Generator())
+        build_defence("fedkl").on_model(network, SecretStream(0))
         assert list(network.state_dict()) == names
         assert torch.equal(before, torch.get_rng_state())
 
@@ -145,7 +146,7 @@ class TestLockedBlock:
 def test_a_users_network_keeps_its_normalisation_but_for_scale_and_shift(layers, kind):
     network = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(3)).eval()
     network(some_images())
-    result = build_defence("fedkl:length=8").on_model(network, torch.Generator().manual_seed(0))
+    result = build_defence("fedkl:length=8").on_model(network, SecretStream(0))
     (lock,) = key_locks(result)
     norm = result.get_submodule(lock.removesuffix("key_lock") + "norm")
     assert type(norm) is kind
@@ -256,7 +257,7 @@ class OwnKind(Apart):
 
 def locked_and_checked(network, blocks):
     defence = build_defence(f"fedkl:length=8,blocks={blocks}")
-    result = defence.on_model(network, torch.Generator().manual_seed(0))
+    result = defence.on_model(network, SecretStream(0))
     before = list(result.state_dict()), result.training, torch.get_rng_state()
     defence.check(result, (1, 12, 12))
     assert (list(result.state_dict()), result.training) == before[:2]
@@ -303,7 +304,7 @@ def test_a_network_that_would_be_locked_elsewhere_is_refused_before_any_work(net
 
 def test_a_lock_of_something_else_or_none_at_all_is_refused():
     defence = build_defence("fedkl:length=8,blocks=conv1")
-    lock = defence.on_model(Apart(), torch.Generator()).norm1
+    lock = defence.on_model(Apart(), SecretStream(0)).norm1
     astray = Apart()
     astray.norm2 = nn.Sequential(nn.ReLU(), lock)
     for network, found in (
@@ -323,7 +324,7 @@ def test_every_convolutional_model_of_the_zoo(model):
     convolutions = sum(isinstance(layer, nn.Conv2d) for layer in plain.modules())
     for blocks, count in (("first", 1), ("all", convolutions)):
         defence = build_defence(f"fedkl:length=8,blocks={blocks}")
-        network = defence.on_model(plain, torch.Generator().manual_seed(0)).eval()
+        network = defence.on_model(plain, SecretStream(0)).eval()
         assert len(key_locks(network)) == count
         assert network(some_images(2, shape)).shape == (2, 3)
         defence.check(network, shape)
@@ -690,7 +691,7 @@ def test_a_traced_search_takes_the_same_steps(grants, monkeypatch):
 
 def test_a_chain_searches_the_scales_and_allows_for_noise():
     defence = build_defence("fedkl:length=8+gaussian:std=0.01")
-    network = defence.on_model(create_model("lenet-dlg", (1, 12, 12), 3, 0), torch.Generator().manual_seed(0))
+    network = defence.on_model(create_model("lenet-dlg", (1, 12, 12), 3, 0), SecretStream(0))
     seen = {name: torch.ones(2, *p.shape) for name, p in network.named_parameters() if not defence.private(name)}
     move = defence.adaptive(Arrived(seen, [1.0], network=network))["all"]
     assert set(move.unknowns) == {"conv1.locked.key_lock"}

@@ -21,9 +21,10 @@ class TestGaussian(NoiseLaws):
 
 
 def test_worked_by_hand():
-    first = torch.randn(2, generator=rng())
-    result = Gaussian(std=0.5).perturb({"a": torch.tensor([1.0, 2.0])}, rng())
-    assert torch.equal(result["a"], torch.tensor([1.0, 2.0]) + 0.5 * first)
+    drawn = rng().normal((2,), torch.float64)
+    result = Gaussian(std=0.5).perturb({"a": torch.tensor([1.0, 2.1])}, rng())
+    steps = torch.tensor([2.0**21, math.floor(2.1 * 2**21)]) + (drawn * 2**20).round()  # a step is 0.5 / 2^20
+    assert torch.equal(result["a"], (steps / 2**21).float())
 
 
 @pytest.mark.parametrize("wrong", ["std=0", "std=-1", "std=inf", "where=server"])

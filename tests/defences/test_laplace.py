@@ -22,10 +22,10 @@ class TestLaplace(NoiseLaws):
 
 
 def test_worked_by_hand():
-    generator = rng()
-    plus, minus = (torch.empty(2).exponential_(generator=generator) for _ in range(2))
-    result = Laplace(scale=0.5).perturb({"a": torch.tensor([1.0, 2.0])}, rng())
-    assert torch.equal(result["a"], torch.tensor([1.0, 2.0]) + 0.5 * (plus - minus))
+    drawn = rng().laplace((2,), torch.float64)
+    result = Laplace(scale=0.5).perturb({"a": torch.tensor([1.0, -2.1])}, rng())
+    steps = torch.tensor([2.0**21, -math.floor(2.1 * 2**21)]) + (drawn * 2**20).round()  # a step is 0.5 / 2^20
+    assert torch.equal(result["a"], (steps / 2**21).float())
 
 
 @pytest.mark.parametrize("wrong", ["scale=0", "scale=-1", "scale=inf", "where=server"])

@@ -11,6 +11,7 @@ from gradveil.defences.loda import Loda
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError, UnknownNameError
 from gradveil.models import Normalisation, create_model
+from gradveil.secret_stream import SecretStream
 from gradveil.storage import PrivateFolder
 from gradveil.types import Batch
 from tests.defences.mixing import pictures
@@ -22,7 +23,7 @@ def make_client(data=None, aux=True, folder=None, seed=0):
     model = create_model("resnet20:width=4", SHAPE, 5, 0).eval()
     public = pictures(7, seed=9, shape=SHAPE) if aux is True else aux
     data = pictures(5, shape=SHAPE) if data is None else data
-    return Client(0, 1, model, {}, data, {}, {}, torch.Generator().manual_seed(seed), public, folder)
+    return Client(0, 1, model, {}, data, {}, {}, SecretStream(seed), public, folder)
 
 
 def objective(defence, client, images, found):
@@ -36,7 +37,7 @@ def test_one_step_is_the_papers_by_a_plain_loop(mean):
     client, defence = make_client(), Loda(steps=3, c=0.5, lr=0.2, mean_squares=mean)
     data = client.data
     out = defence.on_data(data, client)
-    starts = client.aux.images[torch.randint(7, (5,), generator=torch.Generator().manual_seed(0))]
+    starts = client.aux.images[SecretStream(0).integers(0, 7, (5,))]
     features = defence.features(client.model, SHAPE)
     for number in range(5):
         x = starts[number : number + 1].clone()
@@ -120,7 +121,7 @@ def test_what_was_kept_is_not_taken_for_something_else(tmp_path, change):
         client = replace(client, model=create_model(spec, SHAPE, 5, 0, normalisation).eval())
     kept = list(folder.path.glob("loda-*"))
     out = defence.on_data(client.data, client)
-    fresh = defence.on_data(client.data, replace(client, folder=None, rng=torch.Generator().manual_seed(0)))
+    fresh = defence.on_data(client.data, replace(client, folder=None, rng=SecretStream(0)))
     assert torch.equal(out.images, fresh.images)
     assert not kept[0].exists()
 

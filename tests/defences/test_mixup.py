@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from gradveil.defences import Arrived, build_defence
 from gradveil.defences.mixup import Mixup, coefficients
 from gradveil.errors import ConfigError, DefenceError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch
 from tests.defences.mixing import client_with, coefficients_of, pictures
 
@@ -27,7 +28,7 @@ def test_images_and_labels_are_the_same_mixture_of_k_within_the_cap(k, own, cap,
 
 
 def test_coefficients_have_the_dirichlet_mean_and_a_lower_one_under_the_cap():
-    rng = torch.Generator().manual_seed(0)
+    rng = SecretStream(0)
     free = coefficients(20_000, 4, 3, 1.0, rng)
     assert torch.allclose(free.mean(0), torch.tensor([3, 1, 1, 1]) / 6, atol=0.01)
     variance = 3 / 6 * (1 - 3 / 6) / 7

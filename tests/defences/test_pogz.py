@@ -14,6 +14,7 @@ from gradveil.defences import Arrived, Chain, Client, Releases, Server, build_de
 from gradveil.defences.pogz import Pogz, budget_shares, layers_of
 from gradveil.defences.prune import Prune
 from gradveil.errors import ConfigError, DefenceError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Update
 from tests.attacks.scene import psnr, run, scene
 from tests.defences.worker_laws import trains_alike_on_workers
@@ -27,7 +28,7 @@ def rng(seed=0):
 
 
 def client(public=None, seed=0):
-    return Client(0, 1, nn.Identity(), {}, NO_BATCH, public or {}, {}, rng(seed))
+    return Client(0, 1, nn.Identity(), {}, NO_BATCH, public or {}, {}, SecretStream(seed))
 
 
 def sent(defence, tensors, public=None, seed=0):
@@ -140,9 +141,14 @@ def test_an_update_that_cannot_be_protected_is_not_sent():
         Pogz().on_update(moved, client())
     still = replace(moved, buffers={"norm.running_mean": torch.zeros(2)})
     assert Pogz().on_update(still, client()).buffers is still.buffers
-    for bad in (math.nan, math.inf):
-        with pytest.raises(DefenceError, match="finite"):
-            sent(Pogz(), {"w": torch.tensor([bad])})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_update_that_is_not_finite_counts_as_zero(bad):
+    update = {"a.w": torch.tensor([bad, 1.0]), "b.w": torch.ones(3)}
+    zero = {name: torch.zeros_like(tensor) for name, tensor in update.items()}
+    found, wanted = (sent(Pogz(), tensors) for tensors in (update, zero))
+    assert all(torch.equal(found[name], wanted[name]) and bool(found[name].all()) for name in zero)
 
 
 @pytest.mark.parametrize("wrong", ["alpha=-1", "clip=0", "noise=0", "delta=1", "delta=0"])

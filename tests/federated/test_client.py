@@ -13,6 +13,7 @@ from gradveil.errors import DefenceError
 from gradveil.federated.client import Broadcast, Device, Score, Streams, play_client, score, train_locally
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch
 
 
@@ -26,14 +27,14 @@ def setting(num_images=10, seed=0):
 
 
 def make_client(net, data, received):
-    return Client(0, 1, net.module, net.shared_tensors(received), data, {}, {}, torch.Generator())
+    return Client(0, 1, net.module, net.shared_tensors(received), data, {}, {}, SecretStream(0))
 
 
 def run(module, data, how, lr=0.1, defence=None):
     net = FlatModel(copy.deepcopy(module))
     received = net.values[net.shared].clone()
     client = make_client(net, data, received)
-    order = torch.Generator().manual_seed(5)
+    order = SecretStream(5)
     return train_locally(net, received, client, defence or Defence(), how, lr, order)
 
 
@@ -42,9 +43,9 @@ def naive(module, data, how, lr):
     module = copy.deepcopy(module)
     before = copy.deepcopy(module.state_dict())
     optimiser = torch.optim.SGD(module.parameters(), lr, how.momentum, 0, how.weight_decay, how.nesterov)
-    order = torch.Generator().manual_seed(5)
+    order = SecretStream(5)
     for _ in range(how.epochs):
-        for indices in torch.randperm(len(data), generator=order).split(how.batch_size or len(data)):
+        for indices in order.permutation(len(data)).split(how.batch_size or len(data)):
             optimiser.zero_grad()
             F.cross_entropy(module(data.images[indices]), data.labels[indices]).backward()
             optimiser.step()
@@ -72,7 +73,7 @@ def test_local_training_equals_torch_sgd(num_images, epochs, batch_size, momentu
 def test_fedsgd_sends_minus_lr_times_the_gradient_of_one_batch():
     module, data = setting(10)
     update = run(module, data, LocalSettings("fedsgd", epochs=7, batch_size=4), lr=0.5)
-    chosen = torch.randperm(10, generator=torch.Generator().manual_seed(5))[:4]
+    chosen = SecretStream(5).permutation(10)[:4]
     loss = F.cross_entropy(module(data.images[chosen]), data.labels[chosen])
     for (name, parameter), gradient in zip(
         module.named_parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True
@@ -142,12 +143,12 @@ class TestPlayClient:
             object.__setattr__(self, "draws", [])
 
         def on_data(self, data, client):
-            self.draws.append(("data", float(torch.rand((), generator=client.rng))))
+            self.draws.append(("data", float(client.rng.uniform(()))))
             client.state["made"] = client.state.get("made", torch.zeros(())) + 1
             return replace(data, images=data.images * 0.5)
 
         def on_update(self, update, client):
-            self.draws.append(("update", float(torch.rand((), generator=client.rng))))
+            self.draws.append(("update", float(client.rng.uniform(()))))
             return update
 
     def play(self, device, defence=None, **options):
@@ -171,13 +172,13 @@ class TestPlayClient:
     def test_data_are_prepared_once_with_a_stream_of_their_own(self):
         _, data = setting()
         device, spy = Device(data), self.Spy()
-        streams = replace(Streams.of(3, 0, 1), data=torch.Generator().manual_seed(9))
+        streams = replace(Streams.of(3, 0, 1), data=SecretStream(9))
         played = self.play(device, spy, streams=streams)
         assert torch.equal(played.data.images, data.images * 0.5)
         again = self.play(replace(device, data=played.data, prepared=True), spy)
         assert torch.equal(again.data.images, data.images * 0.5)
         assert float(device.state["made"]) == 1
-        expected = float(torch.rand((), generator=torch.Generator().manual_seed(9)))
+        expected = float(SecretStream(9).uniform(()))
         assert [name for name, _ in spy.draws] == ["data", "update", "update"]
         assert spy.draws[0][1] == expected
         assert spy.draws[1][1] == spy.draws[2][1]  # on_data took nothing from the hooks' stream

@@ -9,15 +9,13 @@ from torch import nn
 
 from gradveil.config import TrainSettings
 from gradveil.defences import Defence, build_defence
-from gradveil.errors import DefenceError, DivergedError
+from gradveil.federated.aggregation import update_weights
 from gradveil.federated.server import (
-    Aggregate,
     Sent,
     last_rounds,
     learning_rate,
     play_round,
     sample_clients,
-    update_weights,
 )
 from gradveil.types import Update
 
@@ -51,61 +49,10 @@ def test_the_last_round_of_each_client_is_known():
     assert last_rounds(settings, build_defence("none"), [1] * 9, 0) == {}
 
 
-@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=8), data=st.data())
-def test_weights_by_size_and_uniform_add_up_to_one(sizes, data):
-    drawn = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=9))
-    for weighting in ("size", "uniform"):
-        weights = update_weights(TrainSettings(clients=len(sizes), weighting=weighting), sizes, drawn)
-        assert sum(weights.values()) == pytest.approx(1)
-        assert weights.keys() == set(drawn)
-
-
-def test_unbiased_weights_have_the_full_average_as_their_mean():
-    sizes = [10, 30, 20, 40]
-    settings = TrainSettings(clients=4, sampled=2, weighting="unbiased")
-    pairs = [(a, b) for a in range(4) for b in range(4) if a < b]
-    mean = [sum(update_weights(settings, sizes, pair).get(c, 0) for pair in pairs) / len(pairs) for c in range(4)]
-    assert mean == pytest.approx([0.1, 0.3, 0.2, 0.4])
-
-
-def test_a_client_drawn_twice_counts_twice():
-    settings = TrainSettings(clients=2, sampled=3, sampling="uniform-replace")
-    assert update_weights(settings, [10, 20], [0, 1, 0]) == pytest.approx({0: 0.5, 1: 0.5})
-    assert update_weights(replace(settings, weighting="uniform"), [10, 20], [0, 1, 0]) == pytest.approx(
-        {0: 2 / 3, 1: 1 / 3}
-    )
-
-
 def test_learning_rate_by_hand():
     settings = TrainSettings(rounds=200, lr=0.1, lr_steps=(60, 120), lr_factor=0.2)
     assert [learning_rate(settings, r) for r in (1, 60, 61, 121)] == pytest.approx([0.1, 0.1, 0.02, 0.004])
     assert learning_rate(TrainSettings(lr=0.01, lr_decay=0.99), 11) == pytest.approx(0.01 * 0.99**10)
-
-
-def test_the_aggregate_is_the_weighted_sum():
-    model = {"w": torch.tensor([1.0, 2.0]), "mean": torch.tensor([5.0])}
-    aggregate = Aggregate()
-    aggregate.add(Update({"w": torch.tensor([1.0, 0.0])}, 1, {"mean": torch.tensor([2.0])}), 0.25)
-    aggregate.add(Update({"w": torch.tensor([0.0, 4.0])}, 1, {"mean": torch.tensor([-2.0])}), 0.75)
-    moved = aggregate.apply(model)
-    assert torch.equal(moved["w"], torch.tensor([1.25, 5.0]))
-    assert torch.equal(moved["mean"], torch.tensor([4.0]))
-    assert torch.equal(model["w"], torch.tensor([1.0, 2.0]))
-
-
-def test_an_update_with_other_tensors_is_refused():
-    aggregate = Aggregate()
-    aggregate.add(Update({"packed": torch.ones(2)}, 1), 1.0)
-    with pytest.raises(DefenceError, match="packed"):
-        aggregate.apply({"w": torch.ones(2)})
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_diverged_model_is_refused(value):
-    aggregate = Aggregate()
-    aggregate.add(Update({"w": torch.tensor([value])}, 1), 1.0)
-    with pytest.raises(DivergedError, match="diverged"):
-        aggregate.apply({"w": torch.ones(1)})
 
 
 class FakeEngine:

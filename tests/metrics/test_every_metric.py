@@ -17,7 +17,18 @@ import gradveil.metrics
 from gradveil.errors import ConfigError, MissingDataError
 from gradveil.metrics import Metric, MetricUnavailable
 
-HELPERS = {"base", "columns", "labels", "lpips", "matching", "roc", "scores", "identification", "recognition"}
+HELPERS = {
+    "base",
+    "columns",
+    "labels",
+    "lpips",
+    "matching",
+    "roc",
+    "scores",
+    "identification",
+    "recognition",
+    "epsilon_hat",
+}
 
 
 def found():

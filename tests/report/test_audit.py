@@ -302,7 +302,7 @@ def test_the_command_repeats_the_settings():
             "kind": "audit",
             "dataset": "my data/x.npz",
             "defences": ["none", "prune:fraction=0.7,seed=1"],
-            "seeds": [0, 1],
+            "tap": [0, 1],
             "lr": 0.05,
             "adaptive": True,
             "resume": False,
@@ -313,7 +313,7 @@ def test_the_command_repeats_the_settings():
     )
     assert shlex.split(text) == [
         "gradveil", "audit", "--dataset", "my data/x.npz", "--defences", "none,prune:fraction=0.7,seed=1",
-        "--seeds", "0,1", "--lr", "0.05", "--adaptive", "--weights=-odd", "--out", "DIR",
+        "--tap", "0/1", "--lr", "0.05", "--adaptive", "--weights=-odd", "--out", "DIR",
     ]  # fmt: skip
 
 

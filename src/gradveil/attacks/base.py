@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.parts.stages import Stage, Stages, decoded, runnable, stage_options, with_untried
+from gradveil.defences.base import Defence
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.registry import Component, build
-from gradveil.threat import Knowledge, Observation, Reconstruction
+from gradveil.threat import Knowledge, Observation, Reconstruction, ThreatModel
 from gradveil.types import Batch
 from gradveil.validate import in_range
 
@@ -22,13 +23,30 @@ class AnyAttack(Component, ABC):
 
     Attributes:
         needs: knowledge without which the attack cannot run.
+        ignores: knowledge that the attack does not use even if it is granted, because it is what the attack looks for.
         replays: whether the attack simulates the client's local training, so that it also needs to know the settings
             of several local steps.
+        seeks: what the attack looks for: pictures (most find labels too), labels alone, or membership.
+        most_images: images per update that the attack can search at most; 0 for any number.
+        wants: knowledge that makes the attack much stronger, which audits grant unless told what to grant.
+        weighs_knowledge: whether the attack, knowing the defence, itself decides how to use that. If not, an audit
+            also plays the plain attack, and keeps the better guess.
     """
 
     kind: ClassVar[str] = "attacks"
     needs: ClassVar[frozenset[Knowledge]] = frozenset()
+    ignores: ClassVar[frozenset[Knowledge]] = frozenset()
     replays: ClassVar[bool] = False
+    seeks: ClassVar[str] = "pictures"
+    most_images: ClassVar[int] = 0
+    weighs_knowledge: ClassVar[bool] = False
+    wants: ClassVar[frozenset[Knowledge]] = frozenset()
+
+    def too_large(self, images: int, local_steps: int) -> str:
+        """Return why the attack can't search updates with this number of images and local steps, or "" if it can."""
+        if self.most_images and images > self.most_images:
+            return f"can search at most {self.most_images:,} images per update, got {images:,}"
+        return ""
 
     def needs_for(self, *, single_step: bool) -> frozenset[Knowledge]:
         """Return the knowledge that the attack needs for updates of a single local step, or of several."""
@@ -42,6 +60,13 @@ class AnyAttack(Component, ABC):
         By default, an attack adapts if it has a setting named ``adapt``. Any attack may state ``adapts = True``.
         """
         return hasattr(self, "adapt")
+
+    def adapts_to(self, defence: Defence) -> bool:
+        """Return whether knowing this defence can help: it names a countermove, and the attack can play it.
+
+        Guesses of images that a defence changed are decoded after any attack.
+        """
+        return defence.overrides("adaptive") and (self.adapts or defence.hides_images)
 
 
 class Scene(NamedTuple):
@@ -66,6 +91,8 @@ class MembershipAttack(AnyAttack):
         every: attack the local models of every n-th round.
         images: at most this many members are tested per model, and as many non-members.
     """
+
+    seeks: ClassVar[str] = "membership"
 
     every: int = 5
     images: int = 500
@@ -109,6 +136,7 @@ class Attack(AnyAttack):
         if self.missing(seen):
             needs = self.needs_for(single_step=seen.single_step)
             raise ThreatModelError(needs_message(self.name, needs, seen.threat.knows))
+        seen = replace(seen, threat=ThreatModel(seen.threat.knows - self.ignores))
         stages = self.decoders(seen)
         result = decoded(self._guarded(seen, rng), stages, seen, rng)
         result = with_untried(result, self._stage_options(seen), stages, seen)
@@ -241,6 +269,7 @@ def _least(result: Reconstruction, rounds: int) -> Reconstruction:
     iterates = result.iterates[:, best] if result.iterates.numel() else result.iterates
     answers = tuple(result.answers[row] for row in best.tolist()) if result.answers else ()
     not_decoded = tuple(result.not_decoded[row] for row in best.tolist()) if result.not_decoded else ()
+    flags = tuple(result.flags[row] for row in best.tolist()) if result.flags else ()
     return Reconstruction(
         result.images[best],
         result.labels[best],
@@ -251,6 +280,7 @@ def _least(result: Reconstruction, rounds: int) -> Reconstruction:
         result.steps,
         answers,
         not_decoded,
+        flags,
     )
 
 

@@ -37,6 +37,7 @@ class Dlg(Matching):
         compile: on, off or auto.
         adapt: which countermove to play against a known defence; the first by default, none for none.
         parts: which layers' gradients are matched: all, convolutions or linear (WG, CLG and Rep in Soteria's Figure 3).
+        together: whether all tapped rounds of a client are attacked at once.
         lr: L-BFGS's learning rate.
     """
 

@@ -59,6 +59,7 @@ class Ggl(Matching):
         compile: on, off or auto.
         adapt: which countermove to play against a known defence; the first by default, none for none.
         parts: which layers' gradients are matched: all, convolutions or linear.
+        together: whether all tapped rounds of a client are attacked at once.
         generator: a file made by ``gradveil train-generator``, your own file.py:factory, or ``principal``: the
             principal components of the public images, which need no training.
         latent: components that ``principal`` keeps.

@@ -34,7 +34,8 @@ class Gradinversion(Matching):
     Attributes:
         iterations: steps of Adam.
         restarts: the seeds of the group.
-        start: where a search begins: normal, uniform, patterned, grey, class-average, public or the path of a picture.
+        start: where a search begins: normal, uniform, patterned, grey, class-average, public, lti
+            (the guess of learned inversion) or the path of a picture.
         local: how several local steps are simulated: unroll, line or once.
         stop_below: a target is done when its loss is below this share of a zero guess's loss.
         chunk: searches evaluated at once.
@@ -42,6 +43,7 @@ class Gradinversion(Matching):
         compile: on, off or auto.
         adapt: which countermove to play against a known defence; the first by default, none for none.
         parts: which layers' gradients are matched: all, convolutions or linear.
+        together: whether all tapped rounds of a client are attacked at once.
         labels: distinct (published), or counted for batches with repeated labels.
         lr: Adam's learning rate.
         tv: weight of total variation.

@@ -50,6 +50,7 @@ class Grnn(Matching):
         compile: on, off or auto.
         adapt: which countermove to play against a known defence; the first by default, none for none.
         parts: which layers' gradients are matched: all, convolutions or linear.
+        together: whether all tapped rounds of a client are attacked at once.
         wasserstein: norm (published), sliced, or none.
         tv: half the weight of the mean squared difference of neighbouring pixels, as in the authors' code.
         lr: RMSprop's learning rate.

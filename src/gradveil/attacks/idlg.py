@@ -31,6 +31,7 @@ class Idlg(Dlg):
         compile: as in DLG.
         adapt: as in DLG.
         parts: as in DLG; the label is always read off the last layer.
+        together: whether all tapped rounds of a client are attacked at once.
         lr: as in DLG.
     """
 

@@ -26,16 +26,22 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack
+from gradveil.attacks.lti import Lti
 from gradveil.attacks.parts.adaptive import Answer, answers, turned
+from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
 from gradveil.attacks.parts.search import PARTS, Search, restricted
-from gradveil.attacks.parts.search_step import SearchStep, SearchTask
+from gradveil.attacks.parts.search_step import SearchStep
+from gradveil.attacks.parts.search_task import SearchTask
 from gradveil.attacks.parts.search_walk import Best, Limits, descend, evolve
 from gradveil.attacks.parts.starts import NEEDS, check_start
 from gradveil.progress import part, tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
+
+MOST_STEPS = 1000
+"""Local steps that a search simulates in each of its iterations, at most."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Matching(Attack):
     """Base of attacks by gradient matching. A subclass implements `search` and `labels_of`.
 
     Attributes:
-        iterations: steps of the optimiser.
+        iterations: steps of the optimiser, over all phases of the search.
         restarts: searches from different starts; the one with the least loss is kept.
         start: where a search begins; see `gradveil.attacks.parts.starts`.
         local: how several local steps are simulated: unroll, line or once.
@@ -53,10 +59,13 @@ class Matching(Attack):
         compile: on, off, or auto, which compiles long searches of single steps if there is a compiler.
         adapt: which countermove to play against a known defence; the first by default, ``none`` for none.
         parts: which tensors are matched: all, those of convolutions or those of linear layers.
+        together: whether an audit gives the attack all tapped rounds of a client at once; one guess must match all of
+            them, so they must be of the same images.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
     replays: ClassVar[bool] = True
+    most_images: ClassVar[int] = 128
 
     iterations: int = 1000
     restarts: int = 1
@@ -68,6 +77,7 @@ class Matching(Attack):
     compile: str = "auto"
     adapt: str = ""
     parts: str = "all"
+    together: bool = False
 
     def __post_init__(self) -> None:
         in_range("iterations", self.iterations, 1)
@@ -80,6 +90,17 @@ class Matching(Attack):
         one_of("compile", self.compile, ["auto", "on", "off"])
         one_of("parts", self.parts, PARTS)
         object.__setattr__(self, "needs", self.needs | NEEDS.get(self.start, frozenset()))
+
+    def too_large(self, images: int, local_steps: int) -> str:
+        """Return why these updates are too large to search, or "".
+
+        The largest batches of which the literature shows recognisable pictures have 48 images (Yin et al. 2021,
+        https://arxiv.org/abs/2104.07586) and 100 images (Geiping et al. 2020, https://arxiv.org/abs/2003.14053), of
+        which some came back. Each iteration repeats all local steps, and keeps them in memory, unless ``local=once``.
+        """
+        if self.local != "once" and local_steps > MOST_STEPS:
+            return f"can simulate at most {MOST_STEPS:,} local steps, got {local_steps:,} (local=once simulates none)"
+        return super().too_large(images, local_steps)
 
     @abstractmethod
     def search(self, seen: Observation) -> Search:
@@ -111,29 +132,58 @@ def _match(attack: Matching, seen: Observation, play: Answer, rng: torch.Generat
     search = restricted(turned(attack.search(seen), seen, play.move), attack.parts, seen.network, seen.updates)
     searched = search.move.soft_labels and not seen.knows(Knowledge.LABELS)
     labels = None if searched else attack.labels_of(seen)
-    replay = replace(replay_of(seen, attack.local, rng), penalties=search.move.penalties)
     rows = torch.arange(seen.num_targets).repeat_interleave(restarts)  # the target of each row
+    steps, targets = _rounds(attack, seen, play, search, rng)
+    replay, device = steps[-1].replay, steps[-1].device
     known = None if labels is None else _dealt(labels.cpu()[rows], replay, rng)
-    wanted = seen.mean_gradients if search.move.look is None else search.move.look(seen.mean_gradients)
-    targets = SearchTask(wanted, search.priors.statistics, None, search.move.outputs)
-    steps = [SearchStep(phase, restarts, seen, replay) for phase in search.phases]
-    device = steps[-1].device
 
     def task_of(some: Tensor) -> SearchTask:
         task = targets.of(rows[some].to(device))
-        return task if known is None else replace(task, labels=known[some].to(device))
+        return task if known is None else task.labelled(known[some].to(device))
 
     size = min(max(1, attack.chunk // restarts) * restarts, len(rows))
     chunks = torch.split(torch.arange(len(rows)), size)
     if _compiles(attack, replay, len(chunks)):
         for step in steps:
             step.compile_for(task_of(chunks[0]), must=attack.compile == "on")
+    learned = _learned(seen, rng) if attack.start == "lti" else None
     found = []
     for number, some in enumerate(chunks):
         with part(number, len(chunks)):
-            found.append(_search(attack, steps, task_of(some), rng))
+            first = None if learned is None else learned[rows[some]]
+            found.append(_search(attack, steps, task_of(some), rng, first))
     answer = "" if play.move is None or play.move.decode else play.name
-    return replace(_chosen(found, restarts), steps=_frames(attack, len(steps)), answers=(answer,) * seen.num_targets)
+    return replace(_chosen(found, restarts), steps=_frames(attack), answers=(answer,) * seen.num_targets)
+
+
+def _rounds(
+    attack: Matching, seen: Observation, play: Answer, search: Search, rng: torch.Generator
+) -> tuple[list[SearchStep], SearchTask]:
+    """Return the steps of all phases and what they have to match, in later rounds of the clients too.
+
+    A countermove that separates decoys has solved its targets by one round.
+    """
+    replay = replace(replay_of(seen, attack.local, rng), penalties=search.move.penalties)
+    wanted = seen.mean_gradients if search.move.look is None else search.move.look(seen.mean_gradients)
+    task = SearchTask(wanted, search.priors.statistics, None, search.move.outputs)
+    later = [_later(attack, one, play, rng) for one in seen.later] if not play.separates else []
+    steps = [
+        SearchStep(phase, attack.restarts, seen, replay, [own[number] for own, _ in later])
+        for number, phase in enumerate(search.phases)
+    ]
+    return steps, replace(task, later=tuple(one for _, one in later))
+
+
+def _later(
+    attack: Matching, seen: Observation, play: Answer, rng: torch.Generator
+) -> tuple[list[SearchStep], SearchTask]:
+    """Return the same for one later round, with the countermove of the same name."""
+    move = play.move
+    if move is not None and not move.adds_up:
+        moves = countermoves(seen)
+        move = moves.get(play.name, next(iter(moves.values())))
+    search = restricted(turned(attack.search(seen), seen, move), attack.parts, seen.network, seen.updates)
+    return _rounds(attack, replace(seen, later=()), play._replace(move=move), search, rng)
 
 
 def _dealt(labels: Tensor, replay: Replay, rng: torch.Generator) -> Tensor:
@@ -174,14 +224,28 @@ class _Found(NamedTuple):
     notes: list[str]
 
 
-def _search(attack: Matching, steps: Sequence[SearchStep], task: SearchTask, rng: torch.Generator) -> _Found:
-    """Search one chunk and return the best guess of each row; a phase starts from the best of the phase before."""
+def _learned(seen: Observation, rng: torch.Generator) -> Tensor:
+    """Return the images (T, B, C, H, W) that learned inversion guesses, mid-grey where it has no guess."""
+    return Lti().run(seen, rng).images.nan_to_num(0.5)
+
+
+def _search(
+    attack: Matching,
+    steps: Sequence[SearchStep],
+    task: SearchTask,
+    rng: torch.Generator,
+    learned: Tensor | None = None,
+) -> _Found:
+    """Search one chunk and return the best guess of each row; a phase starts from the best of the phase before.
+
+    ``learned`` images (rows, B, C, H, W) are where the first phase starts.
+    """
     last, shown, number = steps[-1], list[Tensor](), 0
-    frames, whole = _frames(attack, len(steps)), attack.iterations * len(steps)
-    limits = Limits(attack.iterations, attack.restarts, attack.stop_below, attack.chunk)
-    best = Best(steps[0].begin(attack.start, task, rng))
-    for step in steps:
+    frames, whole = _frames(attack), attack.iterations
+    best = Best(steps[0].begin(attack.start, task, rng, learned))
+    for step, iterations in zip(steps, shared_out(whole, len(steps)), strict=True):
         best = Best(best.variables)
+        limits = Limits(iterations, attack.restarts, attack.stop_below, attack.chunk)
         walk = evolve if step.search.optimiser == "cma" else descend
         for rows, flat, loss in walk(limits, step, task, best, rng):
             best.offer(rows, flat, loss)
@@ -196,6 +260,7 @@ def _search(attack: Matching, steps: Sequence[SearchStep], task: SearchTask, rng
     labels = (targets if targets.dim() == 1 else targets.argmax(1)).view(task.rows, -1)
     iterates = torch.stack(shown[: len(frames)]) if shown else pictures.new_empty(0, *pictures.shape)
     enough = (_CONVERGED * last.search.objective.of_nothing(task.wanted)).clamp_min(_NOISY * last.search.residual)
+    enough = enough * last.times
     return _Found(pictures, labels, best.loss, enough, iterates, _noted(last, task, best, pictures))
 
 
@@ -205,9 +270,19 @@ _NOISY = 1.25
 """... or, under known noise, at most this multiple of the distance that the true images would have."""
 
 
-def _frames(attack: Matching, phases: int) -> tuple[int, ...]:
+def shared_out(iterations: int, phases: int) -> list[int]:
+    """Return the steps of each phase: an attack with several phases takes as many in all as one with a single phase.
+
+    Example:
+        >>> shared_out(601, 2), shared_out(1, 2)
+        ([300, 301], [1, 1])
+    """
+    return [max(1, (number + 1) * iterations // phases - number * iterations // phases) for number in range(phases)]
+
+
+def _frames(attack: Matching) -> tuple[int, ...]:
     """Return the numbers of steps, over all phases, after which a picture is kept."""
-    whole = attack.iterations * phases
+    whole = attack.iterations
     return tuple(dict.fromkeys(round(i * whole / attack.keep) for i in range(attack.keep + 1))) if attack.keep else ()
 
 

@@ -46,6 +46,7 @@ class RGap(Attack):
 
     name: ClassVar[str] = "r-gap"
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
+    most_images: ClassVar[int] = 1
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Rebuild each target separately, in double precision."""

@@ -42,20 +42,22 @@ class TrapWeights(Attack):
     depend on what images look like.
 
     Needs: the number of examples, and to alter the model.
-    Fails: for images that are alone in no row, so for dark images among bright ones and for large batches; under
-    noise. Several local steps are treated as one, although rows change in between; this was not measured.
+    Fails: for images that are alone in no row, so for dark images among bright ones and for large batches; if each
+    image's gradient is clipped and noise is added (dp-sgd). Several local steps are treated as one, although rows
+    change in between; this was not measured.
     Reference: Boenisch et al. 2021, https://arxiv.org/abs/2112.02918, Section 5 and Algorithm 1 (sigma 0.5, scale
     0.95).
     Differs from the paper: rows are in a block before the network (or in its own first Linear layer), which adds its
     output to the image as a slight shift in a pattern per row, so that the network keeps working; all rows are scaled
-    by ``gain``, which does not change which images activate them but reduces the rounding of weights; pure rows are
-    found without looking at the private images. Convolutional traps are missing.
+    by ``gain`` and what follows by its inverse, which changes neither which images activate them nor what the network
+    computes, but makes their gradient larger than noise; pure rows are found without looking at the private images.
+    Convolutional traps are missing.
 
     Attributes:
         rows: rows of the inserted block; more rows catch more images.
         sigma: standard deviation of the weights before the gain.
         scale: ratio of positive to negative weights; with a lower one fewer images activate a row.
-        gain: size of the rows.
+        gain: size of the rows; their gradient grows as 1 / ``gain``.
         where: inserted (before the network) or first (in its own first Linear layer).
         shift: contrast added to the image, as a share of the image's own contrast.
     """
@@ -65,7 +67,7 @@ class TrapWeights(Attack):
     rows: int = 1000
     sigma: float = 0.5
     scale: float = 0.95
-    gain: float = 1e-3
+    gain: float = 1e-8
     where: str = "inserted"
     shift: float = 0.05
 
@@ -81,11 +83,10 @@ class TrapWeights(Attack):
         """Insert the block before the network, or write the rows into its first layer."""
         space = Space(network, seen.shape, torch.zeros(()))
         if self.where == "first":
-            first, _ = two_linears(network, seen.shape)
+            first, after = two_linears(network, seen.shape)
             self._set(first, space, rng)
             with torch.no_grad():
-                first.weight.div_(self.gain)
-                first.bias.div_(self.gain)
+                after.weight.div_(self.gain)
             return network
         block = Block(self.rows, seen.shape)
         self._set(block.rows, space, rng)

@@ -1,7 +1,7 @@
 """Unmix: recover private images from many mixtures of them, against Mixup and InstaHide."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,11 @@ from gradveil.attacks.decoder import Decoder
 from gradveil.attacks.parts.unmixing import (
     Encoder,
     Mixtures,
+    SoftLabels,
     Solution,
     agreed_signs,
     estimated_coefficients,
+    labelled_coefficients,
     likely_sign,
     similarities,
     solved,
@@ -21,6 +23,7 @@ from gradveil.attacks.parts.unmixing import (
 from gradveil.defences import member, required
 from gradveil.defences.instahide import Instahide
 from gradveil.defences.mixup import Mixup, coefficients
+from gradveil.secret_stream import attackers_stream
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range
 
@@ -38,14 +41,20 @@ class Unmix(Decoder):
     one sign per pixel open, common to all images: neighbours should vary alike, and public images give the overall
     sign.
 
-    Needs: the defence, the number of examples, public images, and what ``inner`` needs.
-    Fails: with few rounds; with encodings that gradient inversion blurred; if public images are in the mixtures, only
-    rough shapes are recovered.
+    Known soft labels are sums of the rows of M by class: M starts from them and stays in agreement with them, so that
+    an image whose class is its own has its coefficients at once. If M itself is granted, only X is solved for. Guesses
+    differ in quality, which the loss of ``inner`` tells, so the worst of them are left out.
+
+    Needs: the defence, the number of examples, public images, and what ``inner`` needs. Labels and the mixing are used
+    if they are granted.
+    Fails: with few rounds; with encodings that gradient inversion blurred, as after a few hundred steps (give gs about
+    3,000); if public images are in the mixtures, only rough shapes are recovered.
     Reference: Carlini et al. 2020, https://arxiv.org/abs/2011.05315; as used by Wan et al. 2022 (LODA),
     https://arxiv.org/abs/2206.00769, Eq. 3, on 50 encodings of each image.
     Differs from the paper: the network embeds each encoding separately, where Carlini et al. compare pairs;
     coefficients are estimated and refined, not assumed equal; X is found by alternating least squares, not by Adam;
-    signs are made consistent.
+    signs are made consistent; guesses are chosen by their loss. GradAttack's decoder, https://arxiv.org/abs/2112.00059,
+    which Wan et al. may have used, is given M, as here with ``--knows ...,mixing``.
 
     Attributes:
         inner: the attack whose guesses are decoded; by default the granted encodings.
@@ -53,21 +62,25 @@ class Unmix(Decoder):
         width: channels of the similarity network.
         restarts: initial estimates of M; the one that explains the encodings best after a few rounds is refined.
         rounds: how often X and M are solved in turn.
+        keep: share of the guesses that are used, those with the least loss of ``inner``; all if their losses are equal,
+            as those of granted encodings are.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset(
         {Knowledge.DEFENCE, Knowledge.NUM_EXAMPLES, Knowledge.PUBLIC_DATA}
     )
 
-    train: int = 200
+    train: int = 400
     width: int = 16
-    restarts: int = 4
-    rounds: int = 20
+    restarts: int = 8
+    rounds: int = 40
+    keep: float = 0.75
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, low in (("train", 0), ("width", 1), ("restarts", 1), ("rounds", 1)):
             in_range(name, getattr(self, name), low)
+        in_range("keep", self.keep, 0, 1, open_low=True)
 
     def unfit(self, seen: Observation) -> list[str]:
         """Return what is missing: a defence that mixes images, or enough mixtures of several images."""
@@ -86,56 +99,131 @@ class Unmix(Decoder):
         network = train_similarity(
             public, encoder, num_images=images, steps=self.train, width=self.width, batch=48, rng=rng
         )
-        solutions = [self._solve(each, network, defence, public, images, flipped, rng) for each in encodings]
+        losses = found.loss.detach().cpu().view(-1, seen.rounds).repeat_interleave(seen.num_examples, 1)
+        told = _Told.of(seen, len(encodings))
+        task = _Task(network, defence, public, images, flipped)
+        solutions = [
+            self._solve(each, _least(loss, self.keep, 2 * images), own, task, rng)
+            for each, loss, own in zip(encodings, losses, told, strict=True)
+        ]
         residual = torch.tensor([solution.residual for solution in solutions])
         pictures = torch.stack([solution.images.view(-1, *seen.shape) for solution in solutions])
         device = found.images.device
         return Reconstruction(
             images=((pictures + 1) / 2).clamp(0, 1).to(device),
-            labels=_labels(solutions, seen).to(device),
+            labels=_labels(solutions, told, seen).to(device),
             loss=residual.to(device),
             converged=(residual < _CONVERGED * encodings.nan_to_num().flatten(1).std(1)).to(device),
             why=tuple("no encoding to decode" if loss != loss else "" for loss in residual.tolist()),
         )
 
-    def _solve(
-        self,
-        encodings: Tensor,
-        network: nn.Module,
-        defence: Mixup,
-        public: Tensor,
-        num_images: int,
-        flipped: bool,
-        rng: torch.Generator,
-    ) -> Solution:
-        """Recover one client's images."""
-        usable = encodings.flatten(1).isfinite().all(1)
-        if int(usable.sum()) < 2 * num_images:
-            nothing = torch.full((num_images, encodings[0].numel()), torch.nan)
-            return Solution(nothing, torch.full((len(encodings), num_images), torch.nan), torch.nan)
-        shown = encodings[usable].abs() if flipped else encodings[usable]
-        with torch.no_grad():
-            similarity = similarities(network, shown)
-        own = defence.own / (defence.own + defence.k - 1)
-        mixes_public = defence.num_private < defence.k
-        background = public.flatten(1).mean(0) if mixes_public else torch.zeros(encodings[0].numel())
-        share = defence.num_private / defence.k
-
-        mixtures = Mixtures(shown.flatten(1), flipped, defence.num_private, background)
-        tried = []
-        for _ in range(self.restarts):
-            first = share * estimated_coefficients(similarity, num_images, own=own, steps=200, rng=rng)
-            tried.append(solved(mixtures, first, rounds=_TRIAL, restarts=4, rng=rng))
-        best = min(tried, key=lambda solution: solution.residual)
-        solution = solved(mixtures, best.coefficients, rounds=self.rounds, restarts=8, rng=rng)
-        whole = torch.full((len(encodings), num_images), torch.nan)
+    def _solve(self, encodings: Tensor, kept: Tensor, told: "_Told", task: "_Task", rng: torch.Generator) -> Solution:
+        """Recover one client's images from the encodings (E, C, H, W) that are ``kept`` (E,)."""
+        usable, count = encodings.flatten(1).isfinite().all(1) & kept, task.num_images
+        if int(usable.sum()) < 2 * count:
+            nothing = torch.full((count, encodings[0].numel()), torch.nan)
+            return Solution(nothing, torch.full((len(encodings), count), torch.nan), torch.nan)
+        shown = encodings[usable].abs() if task.flipped else encodings[usable]
+        mixing, labels = told.of_some(usable, count)
+        mixtures = Mixtures(
+            shown.flatten(1), task.flipped, task.defence.num_private, task.background,
+            labels=None if task.mixes_public else labels, known=mixing is not None,
+        )  # fmt: skip
+        if mixing is None:
+            mixing = self._estimate(mixtures, shown, labels, task, rng)
+        solution = solved(mixtures, mixing, rounds=self.rounds, restarts=8, rng=rng)
+        whole = torch.full((len(encodings), count), torch.nan)
         whole[usable] = solution.coefficients
         solution = solution._replace(coefficients=whole)
-        if not flipped:
+        if not task.flipped:
             return solution
         channels, height, width = encodings.shape[1:]
         upright = solution.images * agreed_signs(solution.images, (channels, height, width))
-        return solution._replace(images=upright * likely_sign(upright.view(-1, *encodings.shape[1:]), public, rng))
+        sign = likely_sign(upright.view(-1, *encodings.shape[1:]), task.public, rng)
+        return solution._replace(images=upright * sign)
+
+    def _estimate(
+        self, mixtures: Mixtures, shown: Tensor, labels: SoftLabels | None, task: "_Task", rng: torch.Generator
+    ) -> Tensor:
+        """Return the estimate of M (E, N) that explains the encodings best after a few rounds, of several."""
+        with torch.no_grad():
+            similarity = similarities(task.network, shown)
+        own = task.defence.own / (task.defence.own + task.defence.k - 1)
+        share = task.defence.num_private / task.defence.k
+        tried = []
+        for _ in range(self.restarts):
+            if labels is None:
+                first = estimated_coefficients(similarity, task.num_images, own=own, steps=200, rng=rng)
+            else:
+                first = labelled_coefficients(similarity, labels, steps=200, rng=rng)
+            tried.append(solved(mixtures, share * first, rounds=_TRIAL, restarts=4, rng=rng))
+        return min(tried, key=lambda solution: solution.residual).coefficients
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is common to all clients.
+
+    Attributes:
+        network: the trained similarity network.
+        defence: the clients' defence.
+        public: public images in [-1, 1].
+        num_images: N, images per client.
+        flipped: whether the signs of pixels are unknown.
+    """
+
+    network: nn.Module
+    defence: Mixup
+    public: Tensor
+    num_images: int
+    flipped: bool
+
+    @property
+    def mixes_public(self) -> bool:
+        """Whether public images are in the mixtures."""
+        return self.defence.num_private < self.defence.k
+
+    @property
+    def background(self) -> Tensor:
+        """The mean (D,) of the public images that were mixed in, or zero if there are none."""
+        mean = self.public.flatten(1).mean(0)
+        return mean if self.mixes_public else torch.zeros_like(mean)
+
+
+class _Told(NamedTuple):
+    """What is known about one client's mixtures: soft labels (E, classes) and coefficients (E, N), or None."""
+
+    soft: Tensor | None
+    mixing: Tensor | None
+
+    @staticmethod
+    def of(seen: Observation, clients: int) -> "list[_Told]":
+        """Return what is granted, per client. Encodings are granted with their labels."""
+        soft = seen.labels if seen.knows(Knowledge.LABELS) else None
+        if soft is None and seen.knows(Knowledge.ENCODINGS):
+            soft = seen.encodings.labels
+        mixing = seen.mixing if seen.knows(Knowledge.MIXING) else None
+        parts = (None if soft is None or not soft.is_floating_point() else soft, mixing)
+        each = [
+            [None] * clients if part is None else [*part.cpu().reshape(clients, -1, part.shape[-1])] for part in parts
+        ]
+        return [_Told(*both) for both in zip(*each, strict=True)]
+
+    def of_some(self, rows: Tensor, num_images: int) -> tuple[Tensor | None, SoftLabels | None]:
+        """Return coefficients and labels of some encodings."""
+        mixing = None if self.mixing is None else self.mixing[rows]
+        return mixing, None if self.soft is None else SoftLabels.of(self.soft[rows], num_images)
+
+
+def _least(loss: Tensor, share: float, fewest: int) -> Tensor:
+    """Return a mask (E,) of the share with the least loss, of at least ``fewest``; of all if losses are equal."""
+    loss = loss.nan_to_num(torch.inf)
+    count = max(fewest, round(share * len(loss)))
+    if bool((loss == loss[0]).all()):
+        return torch.ones(len(loss), dtype=torch.bool)
+    mask = torch.zeros(len(loss), dtype=torch.bool)
+    mask[loss.argsort(stable=True)[:count]] = True
+    return mask
 
 
 _TRIAL = 4
@@ -149,7 +237,7 @@ def _encoder(defence: Mixup, public: Tensor, *, flipped: bool) -> Encoder:
 
     def encode(images: Tensor, count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         parts = defence.num_private
-        weights = coefficients(count, defence.k, defence.own, defence.cap, rng)
+        weights = coefficients(count, defence.k, defence.own, defence.cap, attackers_stream(rng))
         keys = torch.rand(count, len(images), generator=rng)
         keys[torch.arange(count), torch.arange(count) % len(images)] = -1.0
         chosen = keys.argsort(1)[:, :parts]  # the main image first
@@ -163,18 +251,12 @@ def _encoder(defence: Mixup, public: Tensor, *, flipped: bool) -> Encoder:
     return encode
 
 
-def _labels(solutions: list[Solution], seen: Observation) -> Tensor:
+def _labels(solutions: list[Solution], told: list[_Told], seen: Observation) -> Tensor:
     """Return the labels (T, N) whose mixtures the known soft labels are, or -1 if soft labels are not known."""
-    none = torch.full((len(solutions), seen.num_images), -1)
-    told = seen.labels if seen.knows(Knowledge.LABELS) else None
-    if told is None and seen.knows(Knowledge.ENCODINGS):
-        told = seen.encodings.labels
-    if told is None or not told.is_floating_point():
-        return none
-    soft = told.cpu().view(len(solutions), -1, seen.num_classes)
-    for row, (solution, labels) in enumerate(zip(solutions, soft, strict=True)):
+    found = torch.full((len(solutions), seen.num_images), -1)
+    for row, (solution, own) in enumerate(zip(solutions, told, strict=True)):
         there = solution.coefficients.isfinite().all(1)
-        if bool(there.any()):
-            shares = torch.linalg.lstsq(solution.coefficients[there], labels[there]).solution
-            none[row] = shares.argmax(1)
-    return none
+        if own.soft is not None and bool(there.any()):
+            shares = torch.linalg.lstsq(solution.coefficients[there], own.soft[there]).solution
+            found[row] = shares.argmax(1)
+    return found

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradveil.attacks.parts.label_counts import rounded
 from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset
 from gradveil.data.auxiliary import image_keys
 from gradveil.data.pixels import to_unit
-from gradveil.metrics import align, score_targets
+from gradveil.metrics import align, label_accuracy, score_targets
 from gradveil.metrics.columns import build_metric, metric_column
 from gradveil.metrics.identification import identified
 from gradveil.metrics.recognition import WORSE_THAN_BLIND, recognisable
@@ -34,11 +35,13 @@ class Yardstick:
         averages: the mean public image of each class, (classes, C, H, W); that of all images if a class has none.
         mean: the mean public image, (C, H, W), or None if no image is public.
         others: images that are no targets, (K, C, H, W).
+        shares: each class's share of the public images, (classes,); equal ones if no image is public.
     """
 
     averages: Tensor
     mean: Tensor | None
     others: Tensor
+    shares: Tensor
 
     def guess(self, truth: Tensor, labels: Tensor, informed: bool) -> Tensor:
         """Return the blind guess of a batch (B, C, H, W), in the order of the truth like any other guess."""
@@ -65,7 +68,8 @@ def yardstick(dataset: Dataset, targets: Tensor, seed: int) -> Yardstick:
     chosen = np.flatnonzero(~np.isin(private, image_keys(targets.cpu().numpy())))
     chosen = np.random.default_rng(derive_seed(seed, "candidates")).permutation(chosen)[:OTHERS]
     others = torch.cat([to_unit(dataset.train.images[chosen]), images[: OTHERS - len(chosen)]])
-    return Yardstick(averages, images.mean(0) if len(public) else None, others)
+    counts = torch.bincount(labels, minlength=dataset.num_classes) + float(not len(public))
+    return Yardstick(averages, images.mean(0) if len(public) else None, others, counts / counts.sum())
 
 
 def judged(
@@ -109,6 +113,7 @@ def judged(
                 "candidates": len(rule.others) + 1,
                 "blind": rule.name(known),
                 "blind_identified": by_blind[number],
+                "blind_label_accuracy": label_accuracy(labels[number], rounded(rule.shares, truth.shape[1])),
                 **{f"blind_{key}": value for key, value in figures[number].items()},
                 **_lists({key: values[number] for key, values in ours.items()}),
                 "flags": [WORSE_THAN_BLIND] * _worse(ours, theirs, number),

@@ -10,23 +10,31 @@ from torch import Tensor
 
 from gradveil.attacks import build_any_attack
 from gradveil.attacks.base import needs_message
+from gradveil.attacks.parts.combined import SECRETS
 from gradveil.audits.membership import membership_cell
-from gradveil.audits.plan import Cell, Rows, facts_of
+from gradveil.audits.plan import Cell, Rows, attacks_together, facts_of
 from gradveil.audits.privacy import attack_cell
+from gradveil.audits.scale import left_out
 from gradveil.audits.settings import AuditSettings
 from gradveil.audits.tapping import attacked_clients
 from gradveil.audits.utility import price_cell
-from gradveil.audits.views import SECRETS
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.auxiliary import joined, refuse_overlap
 from gradveil.data.federated import federate
 from gradveil.defences import Defence, build_defence
-from gradveil.engines.devices import defended, local_settings, make_network
+from gradveil.engines.canaries import Canaries
+from gradveil.engines.devices import defended, make_network
 from gradveil.engines.simulation import check_output, chosen_normalisation
 from gradveil.engines.training import single_thread
 from gradveil.errors import ConfigError, GradveilError
 from gradveil.federated.client import check_trainable
+from gradveil.federated.flat import FlatModel
+from gradveil.federated.protocol import Protocol
+from gradveil.scratch import scratch_in
 from gradveil.threat import Knowledge, ThreatModel
+
+SCRATCH = "scratch"
+"""The folder of an audit for what attacks prepare from public data; it is deleted when the audit is finished."""
 
 
 def run_cell(
@@ -38,7 +46,7 @@ def run_cell(
     the audit's folder, for the private files of clients that train and for the taps of trainings.
     """
     try:
-        with single_thread():
+        with single_thread(), scratch_in(None if out is None else out / SCRATCH):
             if cell.kind == "utility":
                 return price_cell(cell, settings, dataset, root, out), {}
             if cell.kind == "membership":
@@ -64,7 +72,8 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
             "attacker who knows the defence can use its secrets. Add --adaptive."
         )
     training = settings.training("none", settings.seed)
-    for spec in settings.attacks:
+    without = left_out(settings, dataset)
+    for spec in (spec for spec in settings.attacks if spec not in without):
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
         several = _several(settings, dataset)
         needs = build_any_attack(spec).needs_for(single_step=not several)
@@ -92,8 +101,29 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
         check_output(changed, dataset.shape, dataset.num_classes, torch.device("cpu"))
         defence.check(changed, dataset.shape)
         if settings.rounds:
-            check_trainable(changed, defence, local_settings(training))
+            check_trainable(changed, defence, Protocol.of(training).local)
+        if settings.canaries:
+            own = settings.training(defence.spec, settings.seed)
+            Canaries.beside(own, defence, FlatModel(changed), _sizes(settings, dataset), dataset.shape)
     _check_trainings(settings, dataset, defences)
+    _check_together(settings, dataset)
+
+
+def _check_together(settings: AuditSettings, dataset: Dataset) -> None:
+    """Raise if an attack takes tapped rounds together that are not of the same images."""
+    specs = [spec for spec in settings.attacks if attacks_together(build_any_attack(spec))]
+    if not specs:
+        return
+    if len(settings.taps) < 2 or not settings.rounds:
+        raise ConfigError(f"together needs two tapped rounds or more, got one for attack {specs[0]!r}. Raise --tap.")
+    if settings.looks > 1:
+        raise ConfigError(f"looks must be 1 with together, got {settings.looks}. Drop --looks.")
+    most = max(_sizes(settings, dataset))
+    if settings.protocol == "lab" and most > settings.images:
+        raise ConfigError(
+            f"together needs rounds of the same images, got clients with {most} images that send the gradient of "
+            f"{settings.images}. Add --partition iid:images={settings.images}, or use --protocol fedavg."
+        )
 
 
 def _check_trainings(settings: AuditSettings, dataset: Dataset, defences: Iterable[Defence]) -> None:
@@ -103,12 +133,13 @@ def _check_trainings(settings: AuditSettings, dataset: Dataset, defences: Iterab
     for defence in defences:
         defence.check_images(_fewest(settings, dataset), aux=True)
     for seed in settings.all_seeds:
-        attacked_clients(settings, seed)
+        for spec in settings.defences:
+            attacked_clients(settings, seed, spec)
 
 
 def _several(settings: AuditSettings, dataset: Dataset) -> bool:
     """Return whether clients take several local steps per round."""
-    how = local_settings(settings.training("none", settings.seed))
+    how = Protocol.of(settings.training("none", settings.seed)).local
     return how.algorithm == "fedavg" and how.num_steps(_fewest(settings, dataset)) > 1
 
 
@@ -116,7 +147,12 @@ def _fewest(settings: AuditSettings, dataset: Dataset) -> int:
     """Return the number of images of the client that has fewest."""
     if not settings.rounds:
         return settings.images
-    return min(federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed).sizes)
+    return min(_sizes(settings, dataset))
+
+
+def _sizes(settings: AuditSettings, dataset: Dataset) -> list[int]:
+    """Return the number of images of each client."""
+    return federate(dataset, settings.partition, settings.clients, settings.sensitive, settings.seed).sizes
 
 
 def failed_rows(cell: Cell, why: str, settings: AuditSettings) -> Rows:

@@ -33,7 +33,7 @@ def membership_cell(cell: Cell, settings: AuditSettings, dataset: Dataset, root:
         raise ConfigError(
             f"A membership cell needs an attack on membership, got {cell.attack!r}, which rebuilds images."
         )
-    training = settings.training(cell.defence, cell.seed)
+    training = replace(settings.training(cell.defence, cell.seed), canaries=0)
     common = facts_of(cell) | {"knows": ["labels"], "failed": False}
     found = infer_membership(training, attack, dataset=dataset, data_root=root)
     return [settings.schema.row("membership", common | figures) for figures in found]
@@ -76,7 +76,7 @@ def _attacked(simulation: Simulation, played: Round, network: nn.Module, attack:
     rng = stream(seed, "membership", number)
     order = torch.randperm(simulation.settings.clients, generator=rng).tolist()  # the same under every defence
     victim = next(client for client in order if client in clients)
-    load_local_model(network, played, victim)
+    load_local_model(network, played, victim, alone=simulation.settings.aggregation == "none")
     data = simulation.data
     everything = data.images("test", None, 0, data.count("test", None))
     members, others = alike(data.client(victim), everything, attack.images, rng)
@@ -92,9 +92,12 @@ FIGURES = (
 """The figures of a round."""
 
 
-def load_local_model(network: nn.Module, played: Round, client: int) -> None:
-    """Load into a network what the server knows of a client's model: the model it sent plus the client's update."""
-    update = played.recovered[client]
+def load_local_model(network: nn.Module, played: Round, client: int, *, alone: bool = True) -> None:
+    """Load into a network what the server knows of a client's model: the model it sent plus the client's update.
+
+    If it does not see the update ``alone``, it takes the mean of the round's updates in its place.
+    """
+    update = played.recovered[client] if alone else played.mean
     change = {**update.tensors, **update.buffers}
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     with torch.no_grad():

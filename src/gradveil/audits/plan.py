@@ -1,11 +1,13 @@
 """The cells of an audit: the pieces of work that are run, saved and resumed as a whole."""
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
 from gradveil.attacks import MembershipAttack, build_any_attack
+from gradveil.attacks.base import AnyAttack
 from gradveil.audits.settings import AuditSettings
 from gradveil.defences import build_defence
 from gradveil.threat import Knowledge
@@ -31,6 +33,7 @@ class Cell:
         last: one more than the last target.
         round: the tapped round whose updates are attacked; 0 for a cell that is not about one round.
         needs: the name of the training whose updates are attacked, which must be finished before; "" for none.
+        later: tapped rounds after ``round`` that are attacked together with it.
     """
 
     name: str
@@ -43,13 +46,15 @@ class Cell:
     last: int = 0
     round: int = 0
     needs: str = ""
+    later: tuple[int, ...] = ()
 
     @property
     def title(self) -> str:
         """What the cell does, for people."""
         if self.kind == "utility":
             return f"training under {self.defence}"
-        where = f" in round {self.round}" if self.needs else ""
+        rounds = "/".join(map(str, (self.round, *self.later)))
+        where = f" in round{'s' * bool(self.later)} {rounds}" if self.needs else ""
         return f"{self.attack} on {self.defence}{where}{' (adaptive)' if self.adaptive else ''}"
 
     def to_json(self) -> dict[str, Any]:
@@ -58,11 +63,11 @@ class Cell:
         return facts | {"targets": [facts.pop("first"), facts.pop("last")]}
 
 
-def plan(settings: AuditSettings) -> list[Cell]:
+def plan(settings: AuditSettings, without: Collection[str] = ()) -> list[Cell]:
     """Return all cells in the order of the rows: for each seed and defence first its training, then its attacks.
 
     Attacks need the training's taps. An attack on membership trains by itself and has one cell for all its rounds. Only
-    the plain attack is run if the defence names no countermove, or if the attack does not adapt.
+    the plain attack is run if the attack does not adapt to the defence. Attacks ``without`` are left out.
     """
     cells: list[Cell] = []
     for seed in settings.all_seeds:
@@ -71,19 +76,28 @@ def plan(settings: AuditSettings) -> list[Cell]:
             if training:
                 cells.append(Cell(training, "utility", defence, seed))
             own = build_defence(defence)
-            knowing = settings.adaptive and own.overrides("adaptive")
-            for attack in settings.attacks:
+            for attack in (spec for spec in settings.attacks if spec not in without):
                 if isinstance(built := build_any_attack(attack), MembershipAttack):
                     cells.append(Cell(f"membership-{len(cells):05d}", "membership", defence, seed, attack))
                     continue
-                adapts = knowing and (built.adapts or own.hides_images)
+                adapts = settings.adaptive and built.adapts_to(own)
                 plain = Knowledge.DEFENCE not in built.needs
                 for adaptive in [False] * plain + [True] * adapts:
-                    for tap, first in product(settings.taps, range(0, settings.targets, SLICE)):
+                    for taps, first in product(_looked_at(built, settings), range(0, settings.targets, SLICE)):
                         last = min(first + SLICE, settings.targets)
-                        name = f"privacy-{len(cells):05d}"
-                        cells.append(Cell(name, "privacy", defence, seed, attack, adaptive, first, last, tap, training))
+                        what = (f"privacy-{len(cells):05d}", "privacy", defence, seed, attack, adaptive)
+                        cells.append(Cell(*what, first, last, taps[0], training, taps[1:]))
     return cells
+
+
+def _looked_at(attack: AnyAttack, settings: AuditSettings) -> list[tuple[int, ...]]:
+    """Return the tapped rounds of each cell: one by one, or all together if the attack takes them so."""
+    return [settings.taps] if attacks_together(attack) else [(tap,) for tap in settings.taps]
+
+
+def attacks_together(attack: AnyAttack) -> bool:
+    """Return whether an attack takes all tapped rounds of a client at once."""
+    return bool(getattr(attack, "together", False))
 
 
 def num_rows(cell: Cell, settings: AuditSettings) -> int:
@@ -99,7 +113,9 @@ def facts_of(cell: Cell) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": cell.kind, "defence": cell.defence, "seed": cell.seed, "cell": cell.name}
     if cell.kind == "utility":
         return facts
-    own = {"adaptive": cell.adaptive, "round": cell.round} if cell.kind == "privacy" else {}
+    own: dict[str, Any] = {}
+    if cell.kind == "privacy":
+        own = {"adaptive": cell.adaptive, "round": cell.round, "later_rounds": list(cell.later) or None}
     return facts | {"attack": cell.attack} | own
 
 

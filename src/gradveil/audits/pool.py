@@ -24,6 +24,7 @@ from gradveil.audits.plan import Cell, Rows
 from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.pixels import to_unit
+from gradveil.interrupts import not_for_children
 from gradveil.progress import listening, tell
 from gradveil.report.pictures import lines_png
 from gradveil.storage import to_safetensors, write_atomic
@@ -147,7 +148,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, task))
-        self.process.start()
+        with not_for_children():
+            self.process.start()
         theirs.close()
         self.cell: Cell | None = None
         self.share = 0.0

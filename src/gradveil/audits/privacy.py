@@ -10,9 +10,11 @@ from torch import Tensor
 from gradveil.attacks import Attack, build_attack
 from gradveil.attacks.parts.analytic import Block
 from gradveil.audits.blind import Yardstick, judged, yardstick
+from gradveil.audits.knowing import played
 from gradveil.audits.plan import Cell, Rows, facts_of, finite
 from gradveil.audits.settings import AuditSettings
-from gradveil.audits.views import CellView, private_batches, views
+from gradveil.audits.stage import Imageless, views
+from gradveil.audits.views import CellView, private_batches, threat_of
 from gradveil.data import Dataset
 from gradveil.data.pixels import to_bytes, to_unit
 from gradveil.defences import Defence, build_defence
@@ -21,12 +23,16 @@ from gradveil.metrics import align, label_accuracy, score_targets
 from gradveil.metrics.base import is_guess
 from gradveil.metrics.recognition import OTHER_IMAGES
 from gradveil.randomness import stream
+from gradveil.secret_stream import SecretStream
 from gradveil.storage import load_tensors
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.types import Batch
 
 ITERATES = 12
 """Intermediate pictures to keep of an attack that can keep any."""
+
+NO_PICTURES = {"images_recognisable": None, "identified": None, "blind_identified": None, "candidates": None}
+"""Fields about pictures in the rows of an attack that looks for none."""
 
 
 def attack_cell(
@@ -39,10 +45,9 @@ def attack_cell(
     defence, attack = build_defence(cell.defence), build_attack(cell.attack).keeping(ITERATES)
     started = time.perf_counter()
     rule = yardstick(dataset, _every_target(settings, dataset, out), settings.seed)
-    parts = [
-        _attacked(view, cell, settings, defence, attack, rule, root)
-        for view in views(cell, settings, dataset, defence, attack, root, out)
-    ]
+    seen, empty = views(cell, settings, dataset, defence, attack, root, out)
+    parts = [_attacked(view, cell, settings, defence, attack, rule, root) for view in seen]
+    parts += [_nothing(empty, cell, settings, dataset)] if empty else []
     rows = sorted((row for own, _ in parts for row in own), key=lambda row: row["target"])
     share = round((time.perf_counter() - started) / len(rows), 3)
     places = torch.tensor([row["target"] for own, _ in parts for row in own]).argsort()
@@ -68,7 +73,7 @@ def _attacked(
     """Attack and score the targets of one view."""
     seen, private = view.seen, view.private
     names = (cell.round, view.targets[0]) if cell.needs else (cell.first,)
-    result = attack(seen, stream(cell.seed, "attack", *names))
+    result = played(attack, seen, lambda: stream(cell.seed, "attack", *names), view.spare)
     entries = sum(tensor[0].numel() for tensor in seen.updates.values())
     truth = torch.stack([batch.images.cpu() for batch in private])
     guess = torch.stack([align(*pair) for pair in zip(truth, result.images.cpu(), strict=True)])
@@ -76,10 +81,13 @@ def _attacked(
     informed = [seen.knows(Knowledge.LABELS) or bool((guessed >= 0).any()) for guessed in result.labels]
     labels = torch.stack([batch.labels.cpu() for batch in private])
     compared = judged(truth, guess, labels, informed, rule, settings, root)
+    if attack.seeks != "pictures":
+        compared = [own | NO_PICTURES for own in compared]
     bounds, alarms = _certified(view, cell, defence), _alarms(seen, private)
     common = facts_of(cell) | {
-        "knows": seen.threat.names,
-        "local_steps": view.local.num_steps(len(private[0])),
+        "knows": [name for name in seen.threat.names if name not in attack.ignores],
+        "seeks": attack.seeks,
+        "local_steps": view.local_steps,
         "batch_norm": view.local.batch_norm,
         "branched": view.branched,
         "attack_steps": result.steps[-1] if result.steps else None,
@@ -89,11 +97,12 @@ def _attacked(
     rows = []
     for number, batch in enumerate(private):
         found = _found(result, number, batch, guess[number])
-        budget = defence.budget(view.local.releases(view.sizes[number], entries=entries))
+        budget = defence.budget(view.local.releases(view.sizes[number], seen.rounds + len(seen.later), entries))
         own = {
             "target": view.targets[number],
             "client": view.clients[number],
             "update_sha256": view.digests[number],
+            "later_sha256": (view.later_digests[number] if view.later_digests else None) or None,
             "signal_to_noise": finite(view.noise[number]),
             "certificate": bounds[number],
             "tripwire": alarms[number],
@@ -101,36 +110,87 @@ def _attacked(
             "delta": budget.delta if budget else None,
             "why": "; ".join(filter(None, [found["why"], *scores[number]["unmeasured"]])),
         }
-        own["flags"] = compared[number]["flags"] + [OTHER_IMAGES] * _drawn_anew(defence, view, number)
+        told = list(result.flags[number]) if result.flags else []
+        own["flags"] = compared[number]["flags"] + told + [OTHER_IMAGES] * _drawn_anew(defence, view, number)
         rows.append(settings.schema.row("privacy", common | found | compared[number] | scores[number] | own))
     return rows, _pictures(private, guess, result)
 
 
+def _nothing(
+    empty: list[Imageless], cell: Cell, settings: AuditSettings, dataset: Dataset
+) -> tuple[Rows, dict[str, Tensor]]:
+    """Return the rows and pictures of targets that have no images to rebuild."""
+    common = settings.schema.blank("privacy") | facts_of(cell) | {
+        "knows": threat_of(cell, settings, None).names,
+        "images": 0,
+        "images_recognisable": 0,
+        "flags": [],
+        "why": "the client drew no image for this update, so there is nothing to rebuild",
+        "failed": False,
+    }  # fmt: skip
+    own = [
+        {
+            "target": each.target,
+            "client": each.client,
+            "update_sha256": each.digest,
+            "epsilon": finite(each.budget.epsilon if each.budget else None),
+            "delta": each.budget.delta if each.budget else None,
+        }
+        for each in empty
+    ]
+    none, labels = torch.zeros(len(empty), 0, *dataset.shape, dtype=torch.uint8), torch.zeros(len(empty), 0).long()
+    pictures = {
+        "images": none,
+        "guessed": torch.zeros(len(empty), 0, dtype=torch.uint8),
+        "iterates": none[None][:0],
+        "labels": labels,
+        "truth": none,
+        "truth_labels": labels,
+        "steps": torch.zeros(0, dtype=torch.int64),
+    }
+    return [settings.schema.row("privacy", common | each) for each in own], pictures
+
+
 def _drawn_anew(defence: Defence, view: CellView, number: int) -> bool:
-    """Return whether the update may be of other images of the client than those that are scored."""
-    return defence.draws_own_batch and view.sizes[number] > len(view.private[number])
+    """Return whether the update may be of other images of the client than those that are scored.
+
+    A tap knows which images a defence drew, unless these were also changed before the network saw them.
+    """
+    return defence.draws_own_batch and defence.hides_images and view.sizes[number] > len(view.private[number])
 
 
 def _merged(parts: list[dict[str, Tensor]], places: Tensor) -> dict[str, Tensor]:
     """Return the pictures of all views in the order of their targets; shorter batches end in no guess."""
-    if len(parts) == 1:
+    most = max(1, *(part["images"].shape[1] for part in parts))
+    if len(parts) == 1 and parts[0]["images"].shape[1]:
         return parts[0]
-    most = max(part["images"].shape[1] for part in parts)
-    whole = {name: torch.cat([_padded(part[name], 1, most) for part in parts])[places] for name in PER_TARGET}
-    ways = [_padded(part["iterates"], 2, most) for part in parts]
+    whole = {
+        name: torch.cat([_padded(part[name], 1, most, blank) for part in parts])[places]
+        for name, blank in PER_TARGET.items()
+    }
+    ways = [_padded(part["iterates"], 2, most) for part in _with_steps(parts)]
     same = len({len(way) for way in ways}) == 1
     iterates = torch.cat(ways, 1)[:, places] if same else whole["images"].new_empty(0, *whole["images"].shape)
     return whole | {"iterates": iterates, "steps": parts[0]["steps"][: len(iterates)]}
 
 
-PER_TARGET = ("images", "guessed", "labels", "truth", "truth_labels")
-"""Pictures with one entry per target."""
+def _with_steps(parts: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Return the pictures with as many blank iterates for targets without images as the others have."""
+    count = max(len(part["iterates"]) for part in parts)
+    return [
+        part if part["images"].shape[1] else part | {"iterates": part["images"].expand(count, *part["images"].shape)}
+        for part in parts
+    ]
 
 
-def _padded(tensor: Tensor, axis: int, size: int) -> Tensor:
+PER_TARGET = {"images": 0, "guessed": 0, "labels": -1, "truth": 0, "truth_labels": -1}
+"""Pictures with one entry per target, and what stands for an image that a shorter batch does not have."""
+
+
+def _padded(tensor: Tensor, axis: int, size: int, blank: int = 0) -> Tensor:
     shape = list(tensor.shape)
     shape[axis] = size - shape[axis]
-    return torch.cat([tensor, tensor.new_zeros(shape)], axis)
+    return torch.cat([tensor, tensor.new_full(shape, blank)], axis)
 
 
 def _certified(view: CellView, cell: Cell, defence: Defence) -> list[float | None]:
@@ -138,7 +198,7 @@ def _certified(view: CellView, cell: Cell, defence: Defence) -> list[float | Non
     network = view.seen.network
     device = next(network.parameters()).device
     found = [
-        defence.certificate(network, batch.to(device), stream(cell.seed, "certificate", target))
+        defence.certificate(network, batch.to(device), SecretStream(cell.seed, "certificate", target))
         for target, batch in zip(view.targets, view.private, strict=True)
     ]
     return [None if bounds is None else finite(float(bounds.min())) for bounds in found]

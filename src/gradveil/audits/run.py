@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,17 +14,19 @@ import tomli_w
 import torch
 
 from gradveil.attacks import Attack, build_any_attack
-from gradveil.audits.cells import check
+from gradveil.audits.cells import SCRATCH, check
 from gradveil.audits.plan import Cell, Rows, num_rows, plan
 from gradveil.audits.pool import work_through
-from gradveil.audits.settings import ROUNDS, AuditSettings, make_audit_settings
+from gradveil.audits.scale import left_out
+from gradveil.audits.settings import PROTOCOLS, AuditSettings, make_audit_settings
 from gradveil.audits.tapping import forget_taps, has_taps, stacked, truths
 from gradveil.audits.views import private_batches, refuse_known
-from gradveil.config import read_settings, to_toml
+from gradveil.config import read_settings, refuse_code, to_toml
 from gradveil.data import Dataset, load_dataset
 from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
 from gradveil.engines.simulation import num_workers, usable_device
 from gradveil.errors import DataError, RunFolderError
+from gradveil.limits import parse_json
 from gradveil.metrics import schema_of
 from gradveil.registry import own_files
 from gradveil.report.words import command_of
@@ -54,6 +57,7 @@ class AuditResult:
         utility: one line per defence: what it costs.
         membership: one line per defence and attack on membership.
         schema: the columns of rows and lines, with their heads and meanings.
+        left_out: the attacks that were not run because they can't search such large updates, each with its reason.
     """
 
     out: Path
@@ -66,6 +70,7 @@ class AuditResult:
     utility: Rows = field(default_factory=list)
     membership: Rows = field(default_factory=list)
     schema: Schema = field(default_factory=schema_of)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         failed = f", failed={len(self.failed)}" if self.failed else ""
@@ -97,12 +102,13 @@ def audit(
 
     started = time.perf_counter()
     on_cpu = usable_device(settings.device).type == "cpu"
-    cells = plan(settings)
-    count = num_workers(workers, len(cells)) if on_cpu else 0
     dataset = load_dataset(settings.dataset, data_root)
     check(settings, dataset, data_root)
+    without = left_out(settings, dataset)
+    cells = plan(settings, without)
+    count = num_workers(workers, len(cells)) if on_cpu else 0
     with RunFolder(out) as folder:
-        found = _begin(folder, settings, dataset, cells, resume=resume)
+        found = _begin(folder, settings, dataset, cells, without, resume=resume)
         written = time.perf_counter()
 
         def finished(cell: Cell, rows: Rows) -> None:
@@ -133,11 +139,18 @@ def audit(
     failed = {row["cell"]: f"{_title(row)}: {row['why']}" for row in rows if row["failed"]}
     schema = settings.schema
     lines = summarise(rows, schema), utility(rows, schema), membership(rows, schema)
-    return AuditResult(out, rows, failed, time.perf_counter() - started, dataset.note, report, *lines, schema)
+    seconds = time.perf_counter() - started
+    return AuditResult(out, rows, failed, seconds, dataset.note, report, *lines, schema, without)
 
 
 def _begin(
-    folder: RunFolder, settings: AuditSettings, dataset: Dataset, cells: Sequence[Cell], *, resume: bool
+    folder: RunFolder,
+    settings: AuditSettings,
+    dataset: Dataset,
+    cells: Sequence[Cell],
+    without: Mapping[str, str],
+    *,
+    resume: bool,
 ) -> dict[str, Rows]:
     """Claim the folder and return the rows of the cells that are finished in it."""
     if folder.holds_run() and not resume:
@@ -157,11 +170,12 @@ def _begin(
         part.unlink(missing_ok=True)
     facts = {
         "kind": "audit",
-        "command": command_of(asdict(settings), asdict(AuditSettings()) | {"rounds": ROUNDS[settings.protocol]}),
+        "command": command_of(asdict(settings), asdict(AuditSettings()) | PROTOCOLS[settings.protocol]),
     }
     write_atomic(folder.path / "settings.toml", tomli_w.dumps(facts).encode() + to_toml(settings))
     metrics = to_plain(settings.schema.metrics)
-    document = {"identity": identity, "metrics": metrics, "cells": [cell.to_json() for cell in cells]}
+    listed = [cell.to_json() for cell in cells]
+    document = {"identity": identity, "metrics": metrics, "left_out": dict(without), "cells": listed}
     write_atomic(folder.path / "plan.json", json.dumps(document, indent=1).encode())
     if targets:
         images, labels = stacked(private)
@@ -187,8 +201,10 @@ def _targets(settings: AuditSettings, dataset: Dataset) -> Iterator[tuple[int, i
 
 
 def _forget(cells: Sequence[Cell], found: Mapping[str, Rows], out: Path) -> None:
-    """Delete the taps of trainings whose attacks are all finished."""
+    """Delete the taps of trainings whose attacks are all finished, and attacks' scratch files if all are."""
     needed = {cell.needs for cell in cells if any(row["failed"] for row in found[cell.name])}
+    if not needed:
+        shutil.rmtree(out / SCRATCH, ignore_errors=True)
     for name in {cell.needs for cell in cells} - needed - {""}:
         forget_taps(out / "trainings" / name)
 
@@ -200,6 +216,7 @@ def _check_same(path: Path, settings: AuditSettings, identity: Mapping[str, str]
     saved = read_settings(path / "settings.toml")
     if saved.get("kind") != "audit":
         raise RunFolderError(f"{path} must hold an audit to resume, got another run. Choose another --out.")
+    refuse_code(saved, path / "settings.toml", vars(settings))
     begun = make_audit_settings(saved)
     changed = [
         f"{key} = {value!r} (was {getattr(begun, key)!r})"
@@ -212,7 +229,7 @@ def _check_same(path: Path, settings: AuditSettings, identity: Mapping[str, str]
             "Leave those options out, or choose another --out."
         )
     try:
-        before = json.loads((path / "plan.json").read_bytes())["identity"]
+        before = parse_json((path / "plan.json").read_bytes())["identity"]
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -230,7 +247,7 @@ def _finished(folder: Path, cell: Cell, settings: AuditSettings) -> Rows:
     Rows of earlier versions may lack fields that were added later.
     """
     try:
-        rows = json.loads((folder / f"{cell.name}.json").read_bytes())
+        rows = parse_json((folder / f"{cell.name}.json").read_bytes())
     except (OSError, ValueError):
         return []
     whole = isinstance(rows, list) and len(rows) == num_rows(cell, settings) and all(isinstance(r, dict) for r in rows)

@@ -2,23 +2,32 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from gradveil.attacks import MembershipAttack, build_any_attack
 from gradveil.config import TrainSettings, absolute_dataset, absolute_path, absolute_spec, names_options, setting
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import check_aggregation, check_taps, default_taps
+from gradveil.federated.protocol import AGGREGATIONS, check_taps, default_taps
 from gradveil.metrics import build_metric, schema_of
 from gradveil.metrics.columns import STANDARD
 from gradveil.registry import Component, convert, split_specs
 from gradveil.rows import Schema
-from gradveil.threat import ThreatModel
+from gradveil.threat import Knowledge, ThreatModel
 from gradveil.validate import in_range, one_of
 
 FACTS = ("kind", "command")
 """What settings.toml says beside the settings."""
-ROUNDS = {"lab": 500, "fedavg": 20}
-"""The protocols, and how many rounds each trains by default."""
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "lab": {"rounds": 500, "attacks": ("gs",), "knows": ("labels", "num-examples")},
+    "fedavg": {
+        "rounds": 20,
+        "attacks": ("gs", "labels", "boundary"),
+        "knows": ("labels", "num-examples", "local-steps"),
+    },
+}
+"""The protocols, and the settings that each has by default: clients that train on hundreds of images need attacks that
+scale, and a server that tells clients how to train knows it."""
 REPLACED = {
     "update": "Use --protocol lab (gradients) or --protocol fedavg (local training), and a new --out.",
     "algorithm": "Use --protocol lab (fedsgd) or --protocol fedavg, and a new --out.",
@@ -37,7 +46,10 @@ class AuditSettings:
     defences: tuple[str, ...] = setting(
         ("none",), "Defences, a list a,b:key=value; a+b chains two. `none` is always included."
     )
-    attacks: tuple[str, ...] = setting(("gs",), "Attacks, a list (gradveil list attacks).")
+    attacks: tuple[str, ...] = setting(
+        ("gs",), "Attacks, a list (gradveil list attacks); fedavg: gs,labels,boundary by default."
+    )
+    effort: str = setting("standard", "How hard the attack `standard` tries: quick, standard or thorough.")
     adaptive: bool = setting(False, "Run each attack a second time with knowledge of the defence.")
     protocol: str = setting(
         "lab",
@@ -45,12 +57,14 @@ class AuditSettings:
         "(--epochs over all its images).",
     )
     tap: tuple[int, ...] = setting((), "Rounds whose updates are attacked: 1/5/20; by default first, middle, last.")
-    targets: int = setting(8, "Attacked clients in each tapped round.")
+    targets: int = setting(8, "Attacked clients per tapped round; with --aggregation secure it is 1, their mean.")
     images: int = setting(1, "Images behind each update, with --protocol lab.")
     looks: int = setting(1, "Rounds of each client that the server sees, on the same weights; decoders need many.")
-    aggregation: str = setting("none", "What the server sees: none (each client's update); secure is not there yet.")
+    aggregation: str = setting("none", "What the server sees: none (each update) or secure (the mean of a round's).")
     knows: tuple[str, ...] = setting(
-        ("labels", "num-examples"), "What the attacker knows beside the model and the update: labels,num-examples,..."
+        ("labels", "num-examples"),
+        "What the attacker knows beside the model and the update (fedavg: local-steps too by default); by default "
+        "also public-data if an attack can use it.",
     )
     seeds: int = setting(1, "Number of seeds: everything is repeated with seed, seed + 1, ...")
     seed: int = setting(0, "The first seed, for the model, the clients and the attacks; it also chooses the targets.")
@@ -73,6 +87,7 @@ class AuditSettings:
     momentum: float = setting(0.9, "Momentum of the clients' SGD, with --protocol fedavg.")
     weight_decay: float = setting(0.0, "L2 penalty of the clients' SGD.")
     batch_norm: str = setting("average", "Running statistics: average (sent and averaged), local (kept), or freeze.")
+    canaries: int = setting(0, "Random canaries played beside each training to measure its epsilon, such as 16.")
     device: str = setting("cpu", "cpu, cuda or cuda:1.")
 
     @names_options
@@ -81,7 +96,8 @@ class AuditSettings:
             if not specs:
                 raise ConfigError(f"{kind} must name at least one, got an empty list. Add --{kind} with a name.")
         object.__setattr__(self, "defences", _once(build_defence, ["none", *self.defences]))
-        object.__setattr__(self, "attacks", _once(build_any_attack, self.attacks))
+        one_of("effort", self.effort, EFFORTS)
+        object.__setattr__(self, "attacks", _once(build_any_attack, [_tried(s, self.effort) for s in self.attacks]))
         object.__setattr__(self, "metrics", _once(build_metric, self.metrics))
         _ = self.schema  # raises if two metrics have the same field
         inferring = [spec for spec in self.attacks if isinstance(build_any_attack(spec), MembershipAttack)]
@@ -95,8 +111,10 @@ class AuditSettings:
         in_range("looks", self.looks, 1, 10_000)
         in_range("seeds", self.seeds, 1, 10_000)
         in_range("seed", self.seed, 0, 2**62)
-        one_of("protocol", self.protocol, list(ROUNDS))
-        check_aggregation(self.aggregation)
+        one_of("protocol", self.protocol, list(PROTOCOLS))
+        one_of("aggregation", self.aggregation, AGGREGATIONS)
+        if self.aggregation == "secure":
+            self._check_secure()
         check_taps(self.tap, self.rounds or 1)
         if "defence" in self.knows:
             raise ConfigError(
@@ -104,6 +122,22 @@ class AuditSettings:
             )
         ThreatModel.of(*self.knows)
         self.training("none", self.seed)
+
+    def _check_secure(self) -> None:
+        """Raise ConfigError if sums of updates can't be attacked like this; there is one target, the mean."""
+        object.__setattr__(self, "targets", 1)
+        if not self.rounds:
+            raise ConfigError("rounds must be at least 1 with aggregation secure, got 0. Raise --rounds.")
+        if self.looks > 1:
+            raise ConfigError(
+                f"looks must be 1 with aggregation secure, got {self.looks}. Drop --looks, or --aggregation."
+            )
+        for spec in self.defences:
+            if build_defence(spec).overrides("on_server"):
+                raise ConfigError(
+                    f"aggregation must be none for defence {spec!r}, whose server works on single updates, got "
+                    "'secure'. Drop the defence, or --aggregation."
+                )
 
     @property
     def schema(self) -> Schema:
@@ -113,7 +147,8 @@ class AuditSettings:
     @property
     def added_later(self) -> list[str]:
         """Settings that earlier versions did not have, as far as they have their default values."""
-        return ["metrics"] if self.metrics == STANDARD else []
+        usual = {"metrics": STANDARD, "canaries": 0, "effort": "standard"}
+        return [name for name, value in usual.items() if getattr(self, name) == value]
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -130,8 +165,17 @@ class AuditSettings:
         mine = {field.name for field in fields(self)}
         same = {field.name: getattr(self, field.name) for field in fields(TrainSettings) if field.name in mine}
         aux = self.aux if build_defence(defence).uses_aux else ""
-        how = {"algorithm": "fedsgd", "batch_size": self.images} if self.protocol == "lab" else {}
+        lab = {"algorithm": "fedsgd", "batch_size": self.images, "weighting": "uniform"}  # equally many images each
+        how = lab if self.protocol == "lab" else {}
         return TrainSettings(**same | how | {"defence": defence, "seed": seed, "aux": aux})
+
+
+EFFORTS = ("quick", "standard", "thorough")
+
+
+def _tried(spec: str, effort: str) -> str:
+    """Return the spec of an attack; `standard` without settings of its own tries as hard as ``effort`` says."""
+    return f"standard:effort={effort}" if spec == "standard" and effort != "standard" else spec
 
 
 def _once(build: Callable[[str], Component], specs: Iterable[str]) -> tuple[str, ...]:
@@ -142,15 +186,25 @@ def _once(build: Callable[[str], Component], specs: Iterable[str]) -> tuple[str,
     return tuple(found.values())
 
 
+def _wanted(attacks: object) -> list[str]:
+    """Return public-data if an attack needs it or is much weaker without it."""
+    specs = split_specs(attacks) if isinstance(attacks, str) else attacks
+    built = [build_any_attack(spec) for spec in specs] if isinstance(specs, list | tuple) else []
+    use = any(Knowledge.PUBLIC_DATA in attack.needs | attack.wants for attack in built)
+    return [Knowledge.PUBLIC_DATA.value] * use
+
+
 def make_audit_settings(values: Mapping[str, object]) -> AuditSettings:
     """Build settings from texts or TOML values; lists may be texts with commas. An unknown key is an error."""
     for gone, instead in REPLACED.items():
         if gone in values:
             raise ConfigError(f"{gone} is a setting of audits before --protocol, got {values[gone]!r}. {instead}")
-    rounds = {} if "rounds" in values else {"rounds": ROUNDS.get(str(values.get("protocol", "lab")), 0)}
+    usual = dict(PROTOCOLS.get(str(values.get("protocol", "lab")), {}))
+    if usual and "knows" not in values:
+        usual["knows"] = (*usual["knows"], *_wanted(values.get("attacks", usual["attacks"])))
     split = {
         key: split_specs(value) if key in LISTS and isinstance(value, str) else value
-        for key, value in (rounds | dict(values)).items()
+        for key, value in (usual | dict(values)).items()
         if key not in FACTS
     }
     settings = AuditSettings(**convert(AuditSettings, split, owner="an audit"))

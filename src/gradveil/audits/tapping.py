@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks import MembershipAttack, build_any_attack
+from gradveil.audits.plan import attacks_together
 from gradveil.audits.settings import AuditSettings
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.federated import FederatedData
 from gradveil.data.pixels import to_bytes
 from gradveil.defences import build_defence
-from gradveil.engines.devices import images_behind, local_settings
+from gradveil.engines.devices import images_behind
 from gradveil.engines.simulation import deal
 from gradveil.errors import ConfigError, TrainingError
+from gradveil.federated.protocol import Protocol
 from gradveil.federated.server import sample_clients
+from gradveil.limits import parse_json
 from gradveil.storage import write_atomic
+from gradveil.threat.seen import SUM, joined
 from gradveil.threat.tap import Tap, TappedRound, load_tapped
 from gradveil.types import Batch
 
@@ -29,28 +33,45 @@ Chosen = dict[int, tuple[int, ...]]
 """The attacked clients, by the number of the tapped round."""
 
 
-def attacked_clients(settings: AuditSettings, seed: int) -> Chosen:
+def attacked_clients(settings: AuditSettings, seed: int, defence: str = "none") -> Chosen:
     """Return the first clients that train in each tapped round, without those that are guards of any defence.
 
-    Nobody is tapped if no attack rebuilds images.
+    Under secure aggregation these are all clients but the guards of ``defence``, since only their mean can be attacked.
+    If an attack takes rounds together, clients of all tapped rounds are chosen, in the order of their numbers. Nobody
+    is tapped if no attack rebuilds images.
 
     Raises:
-        ConfigError: there are fewer of them than targets.
+        ConfigError: there are fewer of them than targets, or fewer than two to take a mean of.
     """
     if all(isinstance(build_any_attack(spec), MembershipAttack) for spec in settings.attacks):
         return {}
-    guards = {guard for spec in settings.defences for guard in build_defence(spec).early_clients(settings.clients)}
+    secure = settings.aggregation == "secure"
+    specs = (defence,) if secure else settings.defences
+    guards = {guard for spec in specs for guard in build_defence(spec).early_clients(settings.clients)}
     training, sizes = settings.training("none", seed), [1] * settings.clients
     chosen = {}
+    present = {number: sample_clients(training, sizes, number) for number in settings.taps}
+    always = set.intersection(*map(set, present.values())) if _same_clients(settings) else set(range(settings.clients))
     for number in settings.taps:
-        drawn = [client for client in sample_clients(training, sizes, number) if client not in guards]
+        drawn = [client for client in present[number] if client in always - guards]
+        drawn = sorted(drawn) if _same_clients(settings) else drawn
+        if secure and len(drawn) < 2:
+            raise ConfigError(
+                "aggregation secure needs two clients or more in a round that are no guards, got "
+                f"{len(drawn)} in round {number}. Raise --clients or --sampled, or drop --aggregation."
+            )
         if len(drawn) < settings.targets:
             raise ConfigError(
                 f"targets must be at most the clients of a round that are no guards ({len(drawn)} in round {number}), "
                 f"got {settings.targets}. Lower --targets, or raise --clients or --sampled."
             )
-        chosen[number] = tuple(drawn[: settings.targets])
+        chosen[number] = tuple(drawn if secure else drawn[: settings.targets])
     return chosen
+
+
+def _same_clients(settings: AuditSettings) -> bool:
+    """Return whether the same clients must be attacked in all tapped rounds."""
+    return any(attacks_together(build_any_attack(spec)) for spec in settings.attacks)
 
 
 @dataclass(frozen=True)
@@ -67,28 +88,35 @@ class World:
     data: FederatedData
     chosen: Chosen
 
+    def attacked(self, number: int) -> tuple[int, ...]:
+        """Return the clients whose updates of a round are attacked, in the order of targets; `SUM` if it is a mean."""
+        return (SUM,) if self.training.aggregation == "secure" else self.chosen[number]
+
     def private(self, number: int, client: int) -> Batch:
-        """Return the images behind a client's update of a round."""
+        """Return the images behind a client's update of a round, or behind the mean of all of them for `SUM`."""
+        if client == SUM:
+            return joined([self.private(number, each) for each in self.chosen[number]])
         return self.data.client(client)[self.positions(number, client)]
 
     def positions(self, number: int, client: int) -> Tensor:
         """Return the positions of these images among the client's."""
         training = self.training
-        return images_behind(self.data.sizes[client], local_settings(training), training.seed, client, number)
+        return images_behind(self.data.sizes[client], Protocol.of(training).local, training.seed, client, number)
 
 
 def world_of(settings: AuditSettings, defence: str, seed: int, dataset: Dataset, root: Path | None = None) -> World:
     """Return the federation of a defence and seed.
 
-    Images, batches and marks do not depend on the defence, unless its guards train on public images (``--aux``). In the
-    lab protocol the owners of attacked images mark them, also those of defences that protect all images alike.
+    Images, batches and marks do not depend on the defence, unless its guards train on public images (``--aux``) or are
+    left out of a secure mean. In the lab protocol the owners of attacked images mark them, also those of defences that
+    protect all images alike.
     """
     own = build_defence(defence)
     training = dataclasses.replace(
         settings.training(defence, seed), save_rounds=settings.taps, eval_every=max(settings.rounds, 1)
     )
     aux = load_dataset(training.aux, root) if training.aux else None
-    world = World(training, deal(dataset, training, own, aux), attacked_clients(settings, seed))
+    world = World(training, deal(dataset, training, own, aux), attacked_clients(settings, seed, defence))
     if settings.protocol != "lab" or not world.chosen:
         return world
     marked = world.data.sensitive.copy()
@@ -111,8 +139,8 @@ def truths(settings: AuditSettings, dataset: Dataset) -> Iterator[tuple[int, int
     """Yield seed, round and target of each attacked update, with the images behind it."""
     for seed in settings.all_seeds:
         world = world_of(settings, "none", seed, dataset)
-        for number, clients in world.chosen.items():
-            for target, client in enumerate(clients):
+        for number in world.chosen:
+            for target, client in enumerate(world.attacked(number)):
                 yield seed, number, target, world.private(number, client)
 
 
@@ -146,7 +174,7 @@ def load_tap(folder: Path, number: int, cells: Path) -> TappedRound:
     if path.is_file():
         return load_tapped(path)
     try:
-        rows = json.loads((cells / f"{folder.name}.json").read_bytes())
+        rows = parse_json((cells / f"{folder.name}.json").read_bytes())
         why = str(rows[0]["why"])
     except (OSError, ValueError, LookupError, TypeError):
         why = "its tap is missing"
@@ -167,5 +195,5 @@ def _path(folder: Path, number: int) -> Path:
 
 def digests_of(folder: Path) -> Mapping[str, Mapping[str, str]]:
     """Return the digests of a training's updates, by round and client, as texts."""
-    found: Mapping[str, Mapping[str, str]] = json.loads((folder / "updates.json").read_bytes())
+    found: Mapping[str, Mapping[str, str]] = parse_json((folder / "updates.json").read_bytes())
     return found

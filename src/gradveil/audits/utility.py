@@ -13,10 +13,10 @@ from gradveil.audits.settings import AuditSettings
 from gradveil.audits.tapping import save_taps, world_of
 from gradveil.data import Dataset
 from gradveil.defences import Budget, Defence
-from gradveil.engines.devices import local_settings
 from gradveil.engines.simulation import Simulation
 from gradveil.federated.learning import at_chance
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
+from gradveil.metrics.epsilon_hat import MEASURED, exceeding
 from gradveil.progress import tell
 from gradveil.storage import forget_states
 from gradveil.threat.tap import Tap
@@ -45,13 +45,13 @@ def price_cell(
             forget_states(clients)
         defended = Simulation(training, workers=0, dataset=dataset, data_root=root, clients_folder=clients)
         simulation = stack.enter_context(defended)
-        tap = Tap(world.chosen)
+        tap = Tap(world.chosen, training.aggregation)
         simulation.attach(tap)
         runs = [(simulation, ours)]
         clock = time.process_time if training.device == "cpu" else time.perf_counter
         if cell.defence != "none":
             twin = world_of(settings, "none", cell.seed, dataset).training
-            undefended = Simulation(dataclasses.replace(twin, save_rounds=()), workers=0, dataset=dataset)
+            undefended = Simulation(dataclasses.replace(twin, save_rounds=(), canaries=0), workers=0, dataset=dataset)
             runs.append((stack.enter_context(undefended), plain))
         for run, _ in runs:
             run.clock = clock
@@ -65,6 +65,8 @@ def price_cell(
         if out is not None:
             save_taps(tap, out / "trainings" / cell.name)
         budget, why = _worst_budget(simulation), _protected(simulation)
+    if row.get("canaries_exceed"):
+        why = "; ".join(filter(None, (exceeding(row), why)))
     found = {
         **{key: row[key] for key in ("accuracy", "accuracy_balanced", "accuracy_majority", "accuracy_sensitive")},
         "loss": row["loss"],
@@ -74,6 +76,7 @@ def price_cell(
         "rounds": training.rounds,
         "epsilon": finite(budget.epsilon if budget else None),
         "delta": budget.delta if budget else None,
+        **{key: row.get(key) for key in MEASURED},
         "seconds": round(time.perf_counter() - started, 3),
         "why": why,
         "failed": False,
@@ -106,7 +109,7 @@ def _protected(simulation: Simulation) -> str:
 
 def _worst_budget(simulation: Simulation) -> Budget | None:
     """Return the weakest guarantee of any client that trains in every round, or None if there is none."""
-    how, rounds = local_settings(simulation.settings), simulation.settings.rounds
+    how, rounds = Protocol.of(simulation.settings).local, simulation.settings.rounds
     entries = sum(p.numel() for p in simulation.net.module.parameters() if p.requires_grad)
     return weakest_budget(simulation.defence, how, simulation.sizes, rounds, entries)
 

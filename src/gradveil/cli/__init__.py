@@ -1,7 +1,7 @@
 """The command line. stdout carries results (with --json exactly one document), stderr progress and warnings.
 
-Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input. Nothing heavy is imported here: each command
-imports what it needs when it runs.
+Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input, 130 ended by Ctrl-C. Nothing heavy is imported
+here: each command imports what it needs when it runs.
 """
 
 import sys
@@ -15,7 +15,8 @@ from gradveil.cli.lists import describe, list_components
 from gradveil.cli.options import with_options
 from gradveil.cli.runs import audit_command, report_command, reproduce_command, train_command
 from gradveil.cli.score import score_command
-from gradveil.errors import ConfigError, GradveilError, TrainingError, UnknownNameError
+from gradveil.errors import ConfigError, GradveilError, TrainingError, UnknownNameError, printable
+from gradveil.interrupts import ending_with, stopping_on_ctrl_c
 
 app = typer.Typer(
     add_completion=False,
@@ -36,29 +37,32 @@ app.command("report")(report_command)
 app.command("reproduce")(reproduce_command)
 app.add_typer(data_app, name="data")
 
-INTERRUPTED = 130
-"""The exit code that typer gives Ctrl-C."""
+AGAIN = {"reproduce": "run it again"} | dict.fromkeys(("train", "audit", "train-generator"), "run again with --resume")
+"""How commands go on that Ctrl-C ended; all others save nothing before they are done."""
 
 
 def main() -> None:
     """Run the command line; errors that gradveil raises on purpose become one line and an exit code."""
-    try:
-        app()
-    except TrainingError as error:
-        _fail(error, 1)
-    except GradveilError as error:
-        _fail(error, 2)
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:
-            again = {"attack": "", "score": "", "reproduce": "run it again"}.get(sys.argv[1], "run again with --resume")
-            saved = f"What was finished is saved: {again}" if again else "Nothing was saved"
-            typer.echo(f"Stopped. {saved}.", err=True)
-        raise
+    with ending_with(_saved), stopping_on_ctrl_c():
+        try:
+            with ending_with(_saved):  # errors after Ctrl-C are not shown
+                app()
+        except TrainingError as error:
+            _fail(error, 1)
+        except GradveilError as error:
+            _fail(error, 2)
+
+
+def _saved() -> str:
+    """Return what is left of a command that Ctrl-C ended."""
+    again = AGAIN.get(" ".join(sys.argv[1:2]), "")
+    return f"What was finished is saved: {again}." if again else "Nothing was saved."
 
 
 def _fail(error: GradveilError, code: int) -> None:
     from rich.console import Console
 
     kind = ConfigError if isinstance(error, UnknownNameError) else type(error)
-    Console(stderr=True, soft_wrap=True).print(f"{kind.__name__}: {error}", style="red", markup=False, highlight=False)
+    text = printable(f"{kind.__name__}: {error}")
+    Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
     sys.exit(code)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from gradveil.cli.display import Json, bar, figure, print_json, show
-from gradveil.cli.options import Device, Seed
+from gradveil.cli.display import Json, bar, figure, print_json, say, show
+from gradveil.cli.options import Device, Seed, TrustCode
+from gradveil.own import trusting_code
 from gradveil.progress import listening
 
 STANDARD = "mse,psnr,ssim,lpips"
@@ -29,6 +30,7 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
     metrics: Annotated[
         str, typer.Option(help="Metrics, a list (gradveil list metrics), or your own file.py:Class.")
     ] = STANDARD,
+    trust_code: TrustCode = False,
     as_json: Json = False,
 ) -> None:
     """Rebuild private images from updates that any framework saved; write pictures and rows to the folder OUT."""
@@ -44,6 +46,7 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
         bar("") as move,
         listening(lambda share: move(share, 1, doing)),
         contextlib.redirect_stdout(sys.stderr),
+        trusting_code(trust_code),
     ):
         move(0, 1, doing)
         scoring = Scoring(truth, tuple(split_specs(metrics)))
@@ -66,4 +69,4 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
             row["why"],
         )
     show(table)
-    typer.echo(f"Look at them: {out / 'images'}")
+    say(f"Look at them: {out / 'images'}")

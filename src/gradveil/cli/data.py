@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from gradveil.catalogue import catalogue
-from gradveil.cli.display import DataRoot, Json, print_json, show
+from gradveil.cli.display import DataRoot, Json, print_json, say, show
 from gradveil.cli.lists import warn_of_broken
 
 data_app = typer.Typer(no_args_is_help=True, help="List data sets, find their folder, and check their files.")
@@ -42,7 +42,7 @@ def data_path(root: DataRoot = None) -> None:
     """Print the folder that holds the data sets."""
     from gradveil.data import data_root
 
-    typer.echo(data_root(root))
+    say(str(data_root(root)))
 
 
 @data_app.command("verify")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from gradveil.errors import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -24,6 +26,11 @@ EVERY = 30.0
 """Seconds between two lines about the progress if stderr is no terminal."""
 
 
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line, without control characters that file names, labels or errors may hold."""
+    typer.echo(printable(text), err=err)
+
+
 def print_json(document: object) -> None:
     """Print one JSON document on stdout."""
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
@@ -33,8 +40,10 @@ def show(table: "Table", width: int = 1000) -> None:
     """Print a table on stdout, as wide as the terminal, or at most ``width`` characters if stdout is not a terminal."""
     from rich.console import Console
 
+    table.title = printable(str(table.title)) if table.title else table.title
     for column in table.columns:
         column.overflow = "fold"
+        column._cells = [printable(cell) if isinstance(cell, str) else cell for cell in column._cells]
     Console(width=None if sys.stdout.isatty() else width, markup=False).print(table)
 
 
@@ -70,6 +79,7 @@ def bar(unit: str) -> Iterator[Bar]:
         task = progress.add_task("setting up", total=None, count="", figures="")
 
         def move(done: float, total: float, doing: str, figures: str = "") -> None:
+            doing = printable(doing)
             fields: dict[str, Any] = {"figures": figures} if figures else {}
             count = f"{int(done)}/{int(total)} {unit}" if unit else f"{done / max(total, 1e-9):.0%}"
             progress.update(task, completed=done, total=total, description=doing, count=count, **fields)

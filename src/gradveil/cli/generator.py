@@ -6,9 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from gradveil.cli.display import bar, print_json
+from gradveil.cli.display import bar, print_json, say
 from gradveil.config import absolute_dataset, read_settings
 from gradveil.errors import ConfigError
 from gradveil.registry import convert
@@ -62,5 +60,5 @@ def train_generator_command(
     if as_json:
         print_json(summary)
     else:
-        typer.echo(f"{out}: {settings.steps:,} steps in {seconds:,} s. Look at it: {out.with_suffix('.png').resolve()}")
-        typer.echo(f"Attack with it: gradveil audit --attacks ggl:generator={out} --knows num-examples,public-data ...")
+        say(f"{out}: {settings.steps:,} steps in {seconds:,} s. Look at it: {out.with_suffix('.png').resolve()}")
+        say(f"Attack with it: gradveil audit --attacks ggl:generator={out} --knows num-examples,public-data ...")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from gradveil.catalogue import FOLDERS, catalogue
-from gradveil.cli.display import Json, print_json, show
+from gradveil.cli.display import Json, print_json, say, show
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.registry import find, load_own, parse_spec
 from gradveil.source import NO_DEFAULT, Unclear
@@ -45,20 +45,20 @@ def describe(
     if as_json:
         print_json({"name": name, "kind": kind, "doc": doc, "settings": settings, "reports": reports})
         return
-    typer.echo(f"{name} ({kind.removesuffix('s')})\n\n{doc}\n")
+    say(f"{name} ({kind.removesuffix('s')})\n\n{doc}\n")
     if settings:
         pairs = ", ".join(f"{key}={value}" for key, value in settings.items())
-        typer.echo(f"Settings and defaults: {pairs}")
+        say(f"Settings and defaults: {pairs}")
     if reports:
         lines = "".join(f"\n  {key}: {text}" for key, text in reports.items())
-        typer.echo(f"\nReports: numbers under `reports` in each round's row, means over clients{lines}")
+        say(f"\nReports: numbers under `reports` in each round's row, means over clients{lines}")
 
 
 def warn_of_broken(kinds: list[str]) -> None:
     """Name on stderr each file that can't be imported."""
     broken = {file.path: file.error for kind in kinds for file in catalogue(kind).broken}
     for path, error in broken.items():
-        typer.echo(f"Warning: {path} is left out, because it can't be imported: {error}.", err=True)
+        say(f"Warning: {path} is left out, because it can't be imported: {error}.", err=True)
 
 
 def _ours(name: str) -> tuple[str, str, dict[str, Any], dict[str, str]]:

@@ -16,6 +16,9 @@ NEW = " By default a new folder below runs, named by the time."
 Workers = Annotated[
     int | None, typer.Option(help="Worker processes; 0 uses this process only. The number never changes results.")
 ]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-code", help="Run Python files that files or folders name, not only those you name.")
+]
 Seed = Annotated[int, typer.Option(help="Every random draw comes from this seed.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
 
@@ -35,9 +38,14 @@ def with_options(
         "out": Annotated[Path | None if optional else Path, typer.Option(help=out + NEW if optional else out)],
         "config": Annotated[Path | None, typer.Option(help="TOML file with the same settings; options override it.")],
         "resume": Annotated[bool, typer.Option("--resume", help="Continue the run in OUT, with its settings.")],
+        "trust_code": TrustCode,
         "workers": Workers,
         "data_root": DataRoot,
         "as_json": Json,
+        "yes": Annotated[bool, typer.Option("--yes", "-y", help="Begin without asking, however long it takes.")],
+        "only_estimate": Annotated[
+            bool, typer.Option("--estimate", help="Only estimate how long it takes on this machine, and run nothing.")
+        ],
     }
     parameters = [
         parameter.replace(annotation=own[name], kind=inspect.Parameter.KEYWORD_ONLY)

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from gradveil.cli.display import DataRoot, Json, bar, print_json, show
+from gradveil.cli.before import goes_on, look_ahead
+from gradveil.cli.display import DataRoot, Json, bar, print_json, say, show
 from gradveil.cli.options import Seed, Workers
 from gradveil.config import make_train_settings, read_settings, with_absolute_paths
+from gradveil.own import trusting_code
 from gradveil.runs.given import fresh_folder, given_settings
 
 
@@ -18,6 +20,7 @@ def train_command(
     out: Path,
     config: Path | None = None,
     resume: bool = False,
+    trust_code: bool = False,
     workers: int | None = None,
     data_root: Path | None = None,
     as_json: bool = False,
@@ -27,18 +30,20 @@ def train_command(
     from rich.table import Table
 
     from gradveil.federated.learning import warning_of
+    from gradveil.metrics.epsilon_hat import MEASURED, exceeding
     from gradveil.report.training import warnings_of
     from gradveil.runs.train import train
 
-    settings = with_absolute_paths(make_train_settings(given_settings("train", options, config, out, resume)))
+    given = given_settings("train", options, config, out, resume, trust_code=trust_code)
+    settings = with_absolute_paths(make_train_settings(given))
     said: list[str] = []
-    with bar("rounds") as move, contextlib.redirect_stdout(sys.stderr):
+    with bar("rounds") as move, contextlib.redirect_stdout(sys.stderr), trusting_code(trust_code):
 
         def progress(done: int, row: Mapping[str, Any] | None, doing: str) -> None:
             warning = warning_of(row, settings) if row else ""
             if warning and not said and done < settings.rounds:
                 said.append(warning)
-                typer.echo(f"Warning: {warning}", err=True)
+                say(f"Warning: {warning}", err=True)
             accuracy = row["accuracy"] if row else None
             move(done, settings.rounds, doing, "" if accuracy is None else f"accuracy {accuracy:.2%}")
 
@@ -53,6 +58,8 @@ def train_command(
         "accuracy_majority": last.get("accuracy_majority"),
         "accuracy_sensitive": last["accuracy_sensitive"],
         "loss": last["loss"],
+        "epsilon": last.get("epsilon"),
+        **{key: last.get(key) for key in MEASURED},
         "accuracy_own_worst_client": min(row["accuracy_own"] for row in result.clients),
         "tripwire_warnings": sum(warned) if warned else None,
         "seconds": round(result.seconds, 2),
@@ -60,7 +67,9 @@ def train_command(
         "report": str(out / "report.html"),
     }
     if result.warning:
-        typer.echo(f"Warning: {result.warning}", err=True)
+        say(f"Warning: {result.warning}", err=True)
+    if last.get("canaries_exceed"):
+        say(f"Warning: {settings.defence}: {exceeding(last)}", err=True)
     if as_json:
         print_json({**summary, "warning": result.warning or None, "rows": result.rows})
         return
@@ -71,17 +80,20 @@ def train_command(
             number = f"{value:.2%}" if share else f"{value:.4g}" if isinstance(value, float) else str(value)
             table.add_row(key.replace("_", " "), number)
     if any(warned):
-        typer.echo(warnings_of(result.rows))
+        say(warnings_of(result.rows))
     show(table)
 
 
-def audit_command(
+def audit_command(  # noqa: PLR0913 - one parameter per option of the command line
     out: Path | None = None,
     config: Path | None = None,
     resume: bool = False,
+    trust_code: bool = False,
     workers: int | None = None,
     data_root: Path | None = None,
     as_json: bool = False,
+    yes: bool = False,
+    only_estimate: bool = False,
     **options: Any,  # noqa: ANN401 - one for each field of AuditSettings
 ) -> None:
     """Run attacks against defences, measure what each defence costs, and write a page that shows what leaked.
@@ -89,17 +101,23 @@ def audit_command(
     Exit code 1 if a cell failed: its reason is in the rows, and --resume tries it again.
     """
     from gradveil.audits import audit, make_audit_settings
-    from gradveil.cli.tables import WIDTH, audit_table, membership_table
+    from gradveil.cli.tables import WIDTH, audit_table, canary_sentence, membership_table
     from gradveil.report.blind import blind_lines
     from gradveil.report.flags import explained
     from gradveil.report.names import failures, for_people
+    from gradveil.report.recovered import recovered
     from gradveil.report.summary import with_costs
 
     out = out or fresh_folder("audit", resume)
-    settings = make_audit_settings(given_settings("audit", options, config, out, resume))
-    with bar("cells") as move, contextlib.redirect_stdout(sys.stderr):
+    settings = make_audit_settings(given_settings("audit", options, config, out, resume, trust_code=trust_code))
+    with trusting_code(trust_code):
+        ahead = look_ahead(settings, out, workers, data_root)
+    if not goes_on(ahead, yes=yes, only=only_estimate, as_json=as_json):
+        return
+    with bar("cells") as move, contextlib.redirect_stdout(sys.stderr), trusting_code(trust_code):
         result = audit(settings, out, resume=resume, workers=workers, data_root=data_root, progress=move)
     summary, prices, told = result.summary, result.utility, result.membership
+    told_apart = recovered(result.rows, result.schema, result.left_out)
     if as_json:
         document = {
             "out": str(out),
@@ -107,6 +125,8 @@ def audit_command(
             "seconds": round(result.seconds, 2),
             "data": result.note or None,
             "failed": result.failed,
+            "left_out": result.left_out,
+            "recovered": told_apart,
             "blind": blind_lines(result.rows, result.schema),
             "summary": summary,
             "utility": prices,
@@ -120,15 +140,20 @@ def audit_command(
             lines = [*blind_lines(result.rows, result.schema), *summary]
             show(audit_table(title, with_costs(lines, prices, result.schema), result.schema), WIDTH)
             for sentence in explained(for_people(summary)):
-                typer.echo(sentence)
+                say(sentence)
         if told:
             show(membership_table(f"{title}: membership", told, result.schema), WIDTH)
-        typer.echo(f"Look at it: {result.report.resolve()}")
-    for line in for_people(prices):
-        if line["at_chance"]:
-            typer.echo(f"Warning: {line['defence']}: {line['why']}", err=True)
-    for reason in failures(for_people(result.rows)):
-        typer.echo(f"Failed: {reason}", err=True)
+        if measured := canary_sentence(for_people(prices), result.schema):
+            say(measured)
+        for name, text in told_apart.items():
+            say(f"{name}: {text}")
+        say(f"Look at it: {result.report.resolve()}")
+    alarms = [x for x in for_people(prices) if x["at_chance"] or x["canaries_exceed"]]
+    warnings = [f"Warning: {x['defence']}: {x['why']}" for x in alarms]
+    not_run = [f"Not run: {spec}: {why}" for spec, why in result.left_out.items()]
+    failed = [f"Failed: {reason}" for reason in failures(for_people(result.rows))]
+    for text in (*warnings, *not_run, *failed):
+        say(text, err=True)
     if result.failed:
         raise typer.Exit(1)
 
@@ -145,7 +170,7 @@ def report_command(
     if as_json:
         print_json({"report": str(page)})
     else:
-        typer.echo(f"Look at it: {page}")
+        say(f"Look at it: {page}")
 
 
 def reproduce_command(
@@ -179,5 +204,5 @@ def reproduce_command(
         print_json({"out": str(out), "experiments": documents})
         return
     for document in documents:
-        typer.echo(to_markdown(document))
-    typer.echo(f"Look at them: {out}")
+        say(to_markdown(document))
+    say(f"Look at them: {out}")

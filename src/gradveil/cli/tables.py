@@ -15,6 +15,7 @@ from gradveil.metrics.columns import STANDARD
 from gradveil.registry import parse_spec
 from gradveil.report.flags import MARK
 from gradveil.report.names import SPECS, for_people
+from gradveil.report.summary import seeks_pictures
 from gradveil.rows import Column, Schema
 
 WIDTH = 100
@@ -24,9 +25,12 @@ MOST = 8
 LONGEST = 14
 """Characters of a head's word at most before it folds."""
 SUMMARY_SHOWN = (
-    "defence", "attack", "adaptive", "recognisable", "psnr", "identified", "guessed", "not_converged", "accuracy",
+    "defence", "attack", "adaptive", "recognisable", "psnr", "identified", "guessed", "label_accuracy", "not_converged",
+    "accuracy",
 )  # fmt: skip
-"""Columns of the table of attacks that rebuild images, unless empty; `guessed` only if some images have no guess."""
+"""Columns of the table of attacks on updates, unless empty.
+
+`guessed` is there only if some images have no guess, and `label_accuracy` only if an attack looks for labels."""
 MEMBERS_SHOWN = ("defence", "attack", "auc", "auc_worst", "tpr_at_1_fpr", "auc_loss", "gap", "accuracy")
 """Columns of the table of attacks on membership."""
 
@@ -51,8 +55,10 @@ def _chosen(lines: Sequence[Mapping[str, Any]], schema: Schema) -> list[str]:
     """Return the columns to show: those that some line has a value for, as far as there is room."""
     done = [line for line in lines if line["n"]] or lines  # lines whose attacks all failed count nothing
     filled = {key for line in done for key, value in line.items() if value is not None}
-    partly = any(line["guessed"] is not None and line["guessed"] < 1 for line in lines)
-    shown = [key for key in SUMMARY_SHOWN if (key in filled or key in SPECS) and (key != "guessed" or partly)]
+    pictures = [line for line in lines if seeks_pictures(line)]
+    partly = any(line["guessed"] is not None and line["guessed"] < 1 for line in pictures)
+    hidden = {"guessed": not partly, "label_accuracy": len(pictures) == len(lines)}
+    shown = [key for key in SUMMARY_SHOWN if (key in filled or key in SPECS) and not hidden.get(key)]
     ours = {name.replace("-", "_") for name in catalogue("metrics").entries}
     more = [metric.key for metric in schema.metrics if metric.key in filled and metric.key not in STANDARD]
     more = sorted(more, key=ours.__contains__)  # the user's own first
@@ -62,6 +68,26 @@ def _chosen(lines: Sequence[Mapping[str, Any]], schema: Schema) -> list[str]:
     place = max(shown.index(key) for key in ("attack", "adaptive", "recognisable") if key in shown) + 1
     shown[place:place] = more[: MOST - len(shown)]
     return shown + budget[: MOST - len(shown)]
+
+
+def canary_sentence(costs: Sequence[Mapping[str, Any]], schema: Schema) -> str:
+    """Return what canaries measured under each defence, beside what it states, or "" if there were none.
+
+    Example:
+        >>> from gradveil.metrics import schema_of
+        >>> line = {"defence": "dp-sgd", "epsilon": 12.1, "epsilon_hat": 5.5}
+        >>> line |= {"epsilon_hat_low": 4, "epsilon_hat_high": 7}
+        >>> canary_sentence([line], schema_of())
+        'ε by canaries [99 %]: dp-sgd 5.5 [4, 7], stated 12.1.'
+    """
+    column = schema.column("costs", "epsilon_hat")
+    told = [
+        f"{line['defence']} {column.text(line)}"
+        + (", nothing stated" if line["epsilon"] is None else f", stated {line['epsilon']:.3g}")
+        for line in costs
+        if line["epsilon_hat"] is not None
+    ]
+    return f"{column.head}: {'; '.join(told)}." if told else ""
 
 
 def membership_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Schema) -> Table:

@@ -1,9 +1,8 @@
 """A data set dealt to clients: the owner of each image, and which images are sensitive."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -95,14 +94,13 @@ class FederatedData:
             raise ValueError("own images need a client")
         return np.arange(self.offsets[client], self.offsets[client + 1])
 
-    def save(self, folder: Path) -> None:
-        """Save the arrays as .npy files, which other processes map."""
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return all arrays by name, from which `of_arrays` makes the same data in another process."""
         arrays = (
             self.train.images, self.train.labels, self.test.images, self.test.labels,
             self.indices, self.offsets, self.sensitive, *self._public_arrays,
         )  # fmt: skip
-        for name, array in zip(_ARRAYS, arrays, strict=True):
-            np.save(folder / f"{name}.npy", array)
+        return dict(zip(_ARRAYS, arrays, strict=True))
 
     @property
     def _public_arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -110,9 +108,9 @@ class FederatedData:
         return split.images, split.labels
 
     @staticmethod
-    def load(folder: Path) -> "FederatedData":
-        """Map the arrays that `save` wrote; all processes share their memory."""
-        a = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
+    def of_arrays(array: Callable[[str], np.ndarray]) -> "FederatedData":
+        """Return the data whose arrays a function gives by their names."""
+        a = [array(name) for name in _ARRAYS]
         return FederatedData(Split(a[0], a[1]), Split(a[2], a[3]), a[4], a[5], a[6], Split(a[7], a[8]))
 
 

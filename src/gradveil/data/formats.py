@@ -5,17 +5,18 @@ Users' own data are read by `gradveil.data.own`.
 """
 
 import gzip
+import io
 import math
 import struct
-import warnings
 import zlib
 from pathlib import Path
 
 import numpy as np
-from scipy.io import loadmat
 
+from gradveil.data.matlab import read_matlab
 from gradveil.data.safe_pickle import read_safe_pickle
 from gradveil.errors import DataError, MissingDataError
+from gradveil.limits import check_unpacked, read_bytes
 
 CIFAR_SHAPE = (3, 32, 32)
 
@@ -27,19 +28,30 @@ def read_idx(path: Path, num_dimensions: int) -> np.ndarray:
     Reference: Y. LeCun, http://yann.lecun.com/exdb/mnist/, "file formats for the MNIST database".
     """
     content = _read_bytes(path)
-    if content[:2] == b"\x1f\x8b":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise _broken(path, "an intact gzip file", str(error)) from error
     rule = f"an idx file of unsigned bytes in {num_dimensions} dimension{'s' if num_dimensions > 1 else ''}"
     start = 4 + 4 * num_dimensions
+    if content[:2] == b"\x1f\x8b":
+        content = _unzipped(path, content, start)
     if len(content) < start or content[:4] != bytes([0, 0, 8, num_dimensions]):
         raise _broken(path, rule, f"it starts with the bytes {content[:4].hex(' ') or 'of an empty file'}")
     shape = struct.unpack(f">{num_dimensions}I", content[4:start])
     if len(content) - start != math.prod(shape):
         raise _broken(path, rule, f"its header promises {math.prod(shape):,} bytes, it holds {len(content) - start:,}")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
+
+
+def _unzipped(path: Path, packed: bytes, start: int) -> bytes:
+    """Return the content of a gzipped idx file: first the header, and no more than the header promises, plus a byte."""
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
+            head = file.read(start)
+            if len(head) < start or head[:3] != b"\0\0\x08":
+                return head  # no idx file, as the caller will say
+            promised = math.prod(struct.unpack(f">{start // 4 - 1}I", head[4:]))
+            check_unpacked(path, promised, len(packed), "Put an intact copy there, or unpack it with gunzip.")
+            return head + file.read(promised + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _broken(path, "an intact gzip file", str(error)) from error
 
 
 def read_idx_pair(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -103,12 +115,7 @@ def read_svhn(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """
     if not path.is_file():
         raise _absent(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a broken file makes scipy warn before it raises
-            content = loadmat(str(path), variable_names=["X", "y"])
-    except Exception as error:  # scipy raises many kinds for a broken file
-        raise _broken(path, "a MATLAB file", f"{type(error).__name__}: {error}") from error
+    content = read_matlab(path, ["X", "y"])
     images, labels = content.get("X"), content.get("y")
     rule = "SVHN's cropped digits (X of shape (32, 32, 3, N) and type uint8, y of 1 to 10 for each image)"
     if not isinstance(images, np.ndarray) or not isinstance(labels, np.ndarray):
@@ -126,7 +133,7 @@ def _read_bytes(path: Path) -> bytes:
     if not path.exists():
         raise _absent(path)
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise _broken(path, "a file that can be read", str(error)) from error
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from gradveil.data.arrays import read_arrays
 from gradveil.data.checks import Expected
 from gradveil.data.datasets import Dataset, NamedSet, Split
 from gradveil.data.own import every_fifth
@@ -75,8 +76,8 @@ def _package_file() -> Traversable:
 def _read_cache(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
     """Return what `_write_cache` wrote, or None if it is missing or not intact."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
-            images, labels = content["images"], content["labels"]
+        content = read_arrays(path, "the cache of mnist-5k", ["images", "labels"])
+        images, labels = content["images"], content["labels"]
     except Exception:  # missing or corrupt in any way: it is rebuilt
         return None
     fits = images.shape == (5_000, 1, 28, 28) and images.dtype == np.uint8

@@ -1,11 +1,11 @@
 """The user's own data: an ``.npz`` file, or a folder with one subfolder of pictures for each class."""
 
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from gradveil.data.arrays import read_arrays
 from gradveil.data.pictures import PICTURE_ENDINGS, list_pictures, read_pictures
 from gradveil.errors import DataError, MissingDataError
 
@@ -47,22 +47,7 @@ def read_npz(path: Path) -> OwnArrays:
     if not path.exists():
         raise MissingDataError(f"{path} must exist, but there is no such file. Put it there or name the right one.")
     names = ("x_train", "y_train", "x_test", "y_test")
-    try:
-        with warnings.catch_warnings(), path.open("rb") as file:
-            warnings.simplefilter("ignore")  # headers written by Python 2 make numpy warn, harmlessly
-            content = np.load(file, allow_pickle=False)
-            if isinstance(content, np.ndarray):
-                raise ValueError("it holds a single array")
-            with content:
-                lacking = [name for name in names if name not in content]
-                if lacking:
-                    raise ValueError(f"{', '.join(lacking)} is missing, it has {', '.join(content) or 'nothing'}")
-                arrays = {name: content[name] for name in names}
-    except Exception as error:  # zipfile, zlib and numpy raise many kinds for a broken file
-        raise DataError(
-            f"{path} must be an .npz file of plain arrays {', '.join(names)}, but {type(error).__name__}: {error}. "
-            "Save it again with numpy.savez; arrays of Python objects are not loaded."
-        ) from error
+    arrays = read_arrays(path, f"an .npz file of plain arrays {', '.join(names)}", names)
     images = {part: _images(path, f"x_{part}", arrays[f"x_{part}"]) for part in ("train", "test")}
     labels = {part: _labels(path, f"y_{part}", arrays[f"y_{part}"]) for part in ("train", "test")}
     for part in ("train", "test"):

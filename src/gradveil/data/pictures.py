@@ -1,15 +1,21 @@
 """Read picture files into arrays with Pillow: for folders of pictures, Tiny-ImageNet and CelebA."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from gradveil.errors import DataError
+from gradveil.limits import check_unpacked
+from gradveil.validate import is_file
 
 PICTURE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+MOST_PIXELS = 50_000_000
+"""Pixels of one picture at most; the size in its header is checked before the picture is unpacked."""
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+"""The formats of these endings; Pillow's other readers are never tried."""
 _GREY_MODES = {"1", "L", "LA", "La"}
 _DEEP_MODES = {"F", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 
@@ -35,7 +41,9 @@ def read_pictures(
     Raises:
         DataError: for a picture that can't be read, and for mixed sizes without ``size``.
     """
-    images: Iterable[np.ndarray] = (_decode(path, size, crop) for path in paths)
+    if not paths:
+        raise DataError("There must be at least one picture, got none.")
+    images: Iterable[np.ndarray] = _decoded(paths, size, crop)
     if not colour:
         images = list(images)
         colour = any(image.shape[0] == 3 for image in images)
@@ -49,9 +57,17 @@ def read_pictures(
                 f"{_size(image)}. Pass size=, e.g. FOLDER/:size=64, to resize them all."
             )
         stacked[index] = image  # a grey picture fills all three channels
-    if stacked is None:
-        raise DataError("There must be at least one picture, got none.")
-    return stacked
+    return stacked  # type: ignore[return-value]  # there is at least one picture
+
+
+def _decoded(paths: Sequence[Path], size: int | None, crop: int | None) -> Iterator[np.ndarray]:
+    """Yield pictures as long as all of them together stay within what their files may ask for."""
+    packed, unpacked = sum(path.stat().st_size for path in paths if is_file(path)), 0
+    for path in paths:
+        image = _decode(path, size, crop)
+        unpacked += image.nbytes
+        check_unpacked(path.parent, unpacked, packed, "Pass size=, e.g. FOLDER/:size=64, or remove empty pictures.")
+        yield image
 
 
 def _decode(path: Path, size: int | None, crop: int | None) -> np.ndarray:
@@ -60,7 +76,11 @@ def _decode(path: Path, size: int | None, crop: int | None) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # odd metadata do no harm to the pixels
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as opened:
+            if not is_file(path):
+                raise OSError("it is no regular file")
+            with Image.open(path, formats=_FORMATS) as opened:
+                if opened.width * opened.height > MOST_PIXELS:
+                    raise ValueError(f"it states {opened.width} x {opened.height} pixels, of at most {MOST_PIXELS:,}")
                 opened.load()
                 mode = opened.mode
                 picture = opened.convert("L" if mode in _GREY_MODES else "RGB") if mode not in _DEEP_MODES else opened

@@ -12,6 +12,7 @@ from gradveil.defences.base import Client, Defence
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.parts.transforms import STEPS, Transform
 from gradveil.errors import ConfigError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch
 from gradveil.validate import in_range
 
@@ -65,9 +66,9 @@ class Ats(Defence):
         if self.crop:
             images = _cropped(images, self.crop, rng)
         if self.mirror:
-            flips = torch.rand(len(images), 1, 1, 1, generator=rng).to(images) < 0.5
+            flips = rng.bernoulli(0.5, (len(images), 1, 1, 1)).to(images.device)
             images = torch.where(flips, images.flip(3), images)
-        chosen = torch.randint(len(policies), (len(images),), generator=rng)
+        chosen = rng.integers(0, len(policies), (len(images),))
         out = images.clone()
         for number, steps in enumerate(policies):
             rows = (chosen == number).nonzero()[:, 0].to(images.device)
@@ -108,13 +109,13 @@ def transformed(images: Tensor, steps: list[Transform], signs: Tensor) -> Tensor
     return images
 
 
-def random_signs(count: int, operations: int, rng: torch.Generator) -> Tensor:
+def random_signs(count: int, operations: int, rng: SecretStream) -> Tensor:
     """Draw a (count, operations) tensor of -1 and 1."""
-    return 2 * torch.randint(2, (count, operations), generator=rng) - 1
+    return 2 * rng.integers(0, 2, (count, operations)) - 1
 
 
-def _cropped(images: Tensor, by: int, rng: torch.Generator) -> Tensor:
+def _cropped(images: Tensor, by: int, rng: SecretStream) -> Tensor:
     padded = F.pad(images, (by, by, by, by))
     height, width = images.shape[2:]
-    corners = torch.randint(2 * by + 1, (len(images), 2), generator=rng).tolist()
+    corners = rng.integers(0, 2 * by + 1, (len(images), 2)).tolist()
     return torch.stack([image[:, y : y + height, x : x + width] for image, (y, x) in zip(padded, corners, strict=True)])

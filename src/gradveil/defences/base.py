@@ -13,6 +13,7 @@ from gradveil.defences.parts.accounting import Budget, Releases
 from gradveil.defences.parts.reports import Reports
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.registry import Component
+from gradveil.secret_stream import SecretStream
 from gradveil.storage import PrivateFolder
 from gradveil.types import Batch, Tensors, Update
 from gradveil.validate import one_of
@@ -44,7 +45,7 @@ class Client:
         public: tensors that the server broadcast beside the model, from ``public``.
         state: per-client tensors that survive rounds; a hook may set and delete entries. Saved with mode 0600 in the
             client's private folder, never sent.
-        rng: random stream of this client and round, on the CPU.
+        rng: secret random stream of this client and round, for everything that a hook draws.
         aux: public images that every device has, or None.
         folder: the client's own files, for long work that must survive an interruption; None if nothing is kept.
         reports: the numbers that hooks recorded with `report`.
@@ -57,7 +58,7 @@ class Client:
     data: Batch
     public: Tensors
     state: MutableMapping[str, Tensor]
-    rng: torch.Generator
+    rng: SecretStream
     aux: Batch | None = None
     folder: PrivateFolder | None = None
     reports: Reports = field(default_factory=Reports)
@@ -80,7 +81,7 @@ class Server:
         model: the global network as broadcast; hooks must not change it.
         public: tensors broadcast beside the model in this round (empty while ``public`` itself runs).
         state: server-side tensors that survive rounds and are part of the checkpoint.
-        rng: random stream of the server and round, on the CPU.
+        rng: public random stream of the server and round, on the CPU.
     """
 
     round: int
@@ -109,6 +110,8 @@ class Defence(Component):
         hides_images: whether clients train on other images than their own, so that an attack's guesses need decoding.
         marked_only: whether it protects only images that are marked sensitive.
         adds_noise: whether it adds random noise to what is sent.
+        budget_replaces: whether its budget holds for replacing all images of a client by others, not only for adding or
+            removing some.
         reports: the numbers that its hooks may record with `Client.report`, each name with one line of help.
     """
 
@@ -122,9 +125,10 @@ class Defence(Component):
     hides_images: ClassVar[bool] = False
     marked_only: ClassVar[bool] = False
     adds_noise: ClassVar[bool] = False
+    budget_replaces: ClassVar[bool] = False
     reports: ClassVar[Mapping[str, str]] = {}
 
-    def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
+    def on_model(self, model: nn.Module, rng: SecretStream) -> nn.Module:
         """Edit the architecture. Called once on the server and once per client, each with its own random stream.
 
         Clients receive the server's values of shared tensors; tensors named by ``private`` keep the values that this
@@ -163,6 +167,14 @@ class Defence(Component):
     def public(self, early: Mapping[int, Update], server: Server) -> Tensors:
         """Return what the server broadcasts beside the model, given early clients' updates after ``on_server``."""
         return {}
+
+    def sends(self, update: Update) -> Update | None:
+        """Return an update with the names, shapes and types that a client sends in place of one like ``update``.
+
+        A server checks with it what arrives; values do not matter. None means that it can't be told: a defence that
+        overrides ``on_server`` should override this too. Not a hook.
+        """
+        return None if self.overrides("on_server") else update
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
         """Raise `ConfigError` before training if this network (after ``on_model``) can't be protected. Not a hook.
@@ -215,7 +227,7 @@ class Defence(Component):
         """Return the differential privacy that a training with these releases has, or None."""
         return None
 
-    def certificate(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor | None:
+    def certificate(self, network: nn.Module, batch: Batch, rng: SecretStream) -> Tensor | None:
         """Return a lower bound on each image's reconstruction error, (N,), or None.
 
         The defence's documentation says what is bounded, and when. Errors are Euclidean, of pixels in [0, 1].
@@ -242,8 +254,8 @@ class Perturbation(Defence, ABC):
         one_of("where", self.where, ["update", "gradient"])
 
     @abstractmethod
-    def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
-        """Return perturbed tensors with the same names, shapes and types; ``rng`` is on the CPU."""
+    def perturb(self, tensors: Tensors, rng: SecretStream) -> dict[str, Tensor]:
+        """Return perturbed tensors with the same names, shapes and types."""
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
         """Perturb the gradient if ``where`` is ``gradient``."""

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.defences.laplace import Laplace
 from gradveil.defences.parts.accounting import Budget, Releases
-from gradveil.defences.pogz import refuse_infinite, refuse_moved_buffers
+from gradveil.defences.pogz import BELOW, finite_or_zero, refuse_moved_buffers
 from gradveil.errors import DefenceError
 from gradveil.types import Tensors, Update
 from gradveil.validate import in_range, one_of
@@ -63,8 +64,9 @@ class CaFl(Defence):
     Guarantee: pure ε-differential privacy for the whole data of a client (neighbours replace all of its images), and
         hence for each image. With ``per=update`` the cost is ε per round, summed over rounds; under that much noise
         lenet5 with 10 clients diverges in the second round. With ``per=number``, under which networks train, ε covers
-        one number only, and an update costs m ε: thousands, which is no meaningful protection. The noise is
-        pseudo-random and in floating point, and not hardened against attacks on either.
+        one number only, and an update costs m ε: thousands, which is no meaningful protection. Projections and
+        noise are whole steps of a grid (``parts.grid``) and the noise comes from a cipher, so that it cannot be
+        computed or taken off.
     Reference: Miao et al. 2022, Compressed federated learning based on adaptive local differential privacy, ACSAC,
         https://doi.org/10.1145/3564625.3567973, as the submission Model Entanglement (ICLR 2025) describes and uses
         it: compressive sensing at a ratio of 0.1, adaptive noise, ε = 5.
@@ -80,6 +82,8 @@ class CaFl(Defence):
         margin: κ, the bound in later rounds in units of the last change of the global model. It should be above 1, as
             the recovered updates are smaller than the true ones.
     """
+
+    budget_replaces: ClassVar[bool] = True
 
     ratio: float = 0.1
     epsilon: float = 5.0
@@ -105,32 +109,43 @@ class CaFl(Defence):
         return {_SEED: seed, _BOUND: torch.tensor(bound, dtype=torch.float64)}
 
     def on_update(self, update: Update, client: Client) -> Update:
-        """Clip, project and add noise; the tensors sent have other names and shapes than the update."""
-        refuse_moved_buffers(self.name, update)
-        refuse_infinite(self.name, update)
+        """Clip, project and add noise; the tensors sent have other names and shapes than the update.
+
+        An update that is not finite counts as zero.
+        """
+        refuse_moved_buffers(self.name, update, client.model)
+        update = finite_or_zero(update)
         tensors = {name: update.tensors[name] for name in sorted(update.tensors)}
         entries = flat({name: tensor[None] for name, tensor in tensors.items()})[0]
         sensing = self._sensing(len(entries), client.public)
         excess = max(1.0, float(entries.double().norm()) / self._bound(client.public))
         limit = self._limit(len(entries), client.public)
-        measured = sensing.measure(entries / excess).clamp(-limit, limit)
+        measured = sensing.measure(entries / excess)
+        bounded = measured.double().clamp(-limit * BELOW, limit * BELOW)
         scale = self._scale(len(entries), client.public)
-        noisy = Laplace(scale=scale).perturb({_SENSED: measured}, client.rng)
+        noisy = {_SENSED: Laplace(scale=scale).perturb({_SENSED: bounded}, client.rng)[_SENSED].to(measured.dtype)}
         return replace(update, tensors=noisy | {_LIKE + name: tensor[None][:0] for name, tensor in tensors.items()})
 
     def on_server(self, update: Update, server: Server) -> Update:
         """Recover a sparse update with the shapes that the client sent."""
         like = {name.removeprefix(_LIKE): t for name, t in sorted(update.tensors.items()) if name.startswith(_LIKE)}
         entries = sum(math.prod(tensor.shape[1:]) for tensor in like.values())
-        sensing, measured = self._sensing(entries, server.public), update.tensors.get(_SENSED)
-        if measured is None or measured.shape != sensing.rows.shape:
+        count, measured = self._count(entries), update.tensors.get(_SENSED)
+        if measured is None or measured.shape != (count,):  # before anything is drawn for the shapes that it states
             raise DefenceError(
-                f"Defence 'ca-fl' needs {len(sensing.rows)} numbers for an update of {entries} entries, got "
+                f"Defence 'ca-fl' needs {count} numbers for an update of {entries} entries, got "
                 f"{'none' if measured is None else tuple(measured.shape)}. Use the same settings of ca-fl on clients "
                 "and server."
             )
-        recovered = unflat(recover(sensing, measured)[None], like)
+        recovered = unflat(recover(self._sensing(entries, server.public), measured)[None], like)
         return replace(update, tensors={name: tensor[0].to(like[name].dtype) for name, tensor in recovered.items()})
+
+    def sends(self, update: Update) -> Update | None:
+        """Return the form of the projections, and one tensor without entries per tensor of the update."""
+        like = {_LIKE + name: tensor[None][:0] for name, tensor in update.tensors.items()}
+        wide = functools.reduce(torch.promote_types, (t.dtype for t in update.tensors.values()), torch.float32)
+        count = self._count(sum(tensor.numel() for tensor in update.tensors.values()))
+        return replace(update, tensors={_SENSED: torch.zeros(count, dtype=wide)} | like)
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Return ``compressed``: clip and project the guess, and compare projections mapped back to the entries."""

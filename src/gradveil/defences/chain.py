@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from gradveil.defences.base import Client, Defence, Server
@@ -15,6 +14,7 @@ from gradveil.defences.countermove import Arrived, Countermove, combined
 from gradveil.defences.parts.accounting import Budget, Releases
 from gradveil.errors import ConfigError
 from gradveil.registry import build
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Tensors, Update
 
 Side = TypeVar("Side", Client, Server)
@@ -29,6 +29,7 @@ FACTS: Mapping[str, Callable[[Sequence[Defence]], object]] = {
     "fewest_images": lambda members: max((member.fewest_images for member in members), default=1),
     "hides_images": lambda members: any(member.hides_images for member in members),
     "marked_only": lambda members: any(member.marked_only for member in members),
+    "budget_replaces": lambda members: any(member.budget_replaces for member in members),
     "adds_noise": lambda members: any(member.adds_noise for member in members),
     "reports": lambda members: {name: text for member in members for name, text in member.reports.items()},
 }
@@ -106,7 +107,7 @@ class Chain(Defence):
         """The specs of the members joined by ``+``; that of an empty chain is ``chain``."""
         return "+".join(defence.spec for defence in self.defences) or self.name
 
-    def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
+    def on_model(self, model: nn.Module, rng: SecretStream) -> nn.Module:
         """Let each member edit the architecture that the one before it returned."""
         for defence in self.defences:
             model = defence.on_model(model, rng)
@@ -150,6 +151,13 @@ class Chain(Defence):
         for defence, own in reversed(list(self._members(server))):
             update = defence.on_server(update, own)
         return update
+
+    def sends(self, update: Update) -> Update | None:
+        """Return what each member makes of the form that the one before it sends, or None if one can't tell."""
+        form: Update | None = update
+        for defence in self.defences:
+            form = None if form is None else defence.sends(form)
+        return form
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
         """Let each member check the network."""
@@ -214,7 +222,7 @@ class Chain(Defence):
         safe = all(defence.post_processing for defence in others)
         return known[0] if len(known) == 1 and safe else None
 
-    def certificate(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor | None:
+    def certificate(self, network: nn.Module, batch: Batch, rng: SecretStream) -> Tensor | None:
         """Return the first member's certificate, which ignores the others; None if any member hides the images."""
         if any(defence.hides_images for defence in self.defences):
             return None  # it would hold for images that the protected network never sees

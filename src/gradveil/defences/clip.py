@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradveil.defences.base import Perturbation
 from gradveil.defences.countermove import Arrived, Countermove
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Tensors
 from gradveil.validate import in_range
 
@@ -43,7 +44,7 @@ class Clip(Perturbation):
         super().__post_init__()
         in_range("norm", self.norm, 0, open_low=True)
 
-    def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+    def perturb(self, tensors: Tensors, rng: SecretStream) -> dict[str, Tensor]:
         """Scale all tensors by the same factor; ``rng`` is not used."""
         squares = [tensor.double().square().sum() for tensor in tensors.values()]
         excess = (torch.stack(squares or [torch.zeros(())]).sum().sqrt() / self.norm).clamp(min=1.0)

@@ -38,6 +38,8 @@ class Countermove:
         separate: whether the attacker first tries to separate the private image's part of the gradient from its
             decoy's by linear algebra; separated parts are matched without decoys.
         soft_labels: whether clients train on mixtures of labels, so that unknown labels are searched as mixtures.
+        adds_up: whether what a client did not send in one round is sent in a later one (error feedback), so that the
+            sum of all rounds is compared, if several are seen, and ``sent`` is applied to sums.
         decode: attacks that turn guesses of the images the network saw into private images, applied in order; each is
             the spec of a `gradveil.attacks.decoder.Decoder`.
     """
@@ -55,6 +57,7 @@ class Countermove:
     penalties: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     separate: bool = False
     soft_labels: bool = False
+    adds_up: bool = False
     decode: tuple[str, ...] = ()
 
     @property
@@ -103,6 +106,7 @@ def combined(first: Countermove, second: Countermove) -> Countermove:
         outputs={**first.outputs, **second.outputs},
         penalties={**first.penalties, **second.penalties},
         soft_labels=first.soft_labels or second.soft_labels,
+        adds_up=first.adds_up or second.adds_up,
         decode=second.decode + first.decode,
         separate=any(one.separate and not other.alters for one, other in ((first, second), (second, first))),
     )
@@ -116,20 +120,25 @@ class Arrived:
         gradients: mean gradients as received (after ``on_server``), (T, ...) by name.
         steps: length of each local step (learning rate times the step's weight in the update); the update is minus
             their sum times the mean gradient.
-        batch_size: images per local step.
+        batch_size: images of a client per local step; a mean over clients if the update is theirs.
         public: what was broadcast beside the model.
         network: as broadcast, with the attacker's own values for private tensors, or None if it is not available.
         secrets: each client's private tensors before the round, as far as the threat model grants them; else empty.
         secret_changes: their changes in the round, as far as the threat model grants them; else empty.
+        rounds: the number of rounds of the same images, from the training's first on, that are attacked together; the
+            gradients are of the first.
+        clients: the number of clients whose mean arrived.
     """
 
     gradients: Tensors
     steps: Sequence[float]
-    batch_size: int = 1
+    batch_size: float = 1
     public: Tensors = field(default_factory=dict)
     network: nn.Module | None = None
     secrets: Sequence[Tensors] = ()
     secret_changes: Sequence[Tensors] = ()
+    rounds: int = 1
+    clients: int = 1
 
     @property
     def even_weights(self) -> dict[str, float]:

@@ -114,7 +114,7 @@ class Dcs2(Defence):
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
         """Add the gradients of concealed samples; without sensitive images the gradient does not change."""
-        first = int(torch.randint(self.ratio, (), generator=client.rng)) if self.ratio > 1 else 0
+        first = int(client.rng.integers(0, self.ratio, ())) if self.ratio > 1 else 0
         chosen = batch.sensitive.nonzero()[first :: self.ratio, 0]
         if not len(chosen):
             return gradient
@@ -218,17 +218,15 @@ class Dcs2(Defence):
             raise DefenceError("Defence 'dcs2' with start=aux needs public images, got none. Give --aux.")
         if self.start == "noise" or pool is None or not len(pool):
             space = _space(client.model, images)
-            noise = torch.randn(images.shape, generator=rng).to(images)
+            noise = rng.normal(images.shape).to(images)
             begun = space.to_pixels(noise)
-            labels = torch.randint(num_classes, (len(images),), generator=rng).to(images.device)
+            labels = rng.integers(0, num_classes, (len(images),)).to(images.device)
         else:
-            drawn = pool[torch.randint(len(pool), (len(images),), generator=rng).to(pool.images.device)]
+            drawn = pool[rng.integers(0, len(pool), (len(images),)).to(pool.images.device)]
             begun, labels = drawn.images.to(images), drawn.labels
             strange = labels >= num_classes  # public images may have other classes
             if bool(strange.any()):
-                labels = torch.where(
-                    strange, torch.randint(num_classes, labels.shape, generator=rng).to(labels), labels
-                )
+                labels = torch.where(strange, rng.integers(0, num_classes, labels.shape).to(labels), labels)
         mixed = 0.7 * begun + 0.3 * images if self.start == "mixup" else begun
         return Batch(mixed, _probabilities(labels, num_classes).to(images), sensitive.sensitive)
 

@@ -1,5 +1,6 @@
 """Differentially private SGD: clip per-example gradients and add Gaussian noise in every local step."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,17 +13,22 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.defences.base import Client, Defence
-from gradveil.defences.clip import clip_rows, row_norms
+from gradveil.defences.clip import clip_rows
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.defences.parts.accounting import Budget, Releases, epsilon
+from gradveil.defences.parts.grid import gaussian_steps, grid_of, in_steps
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.networks.grads import example_gradients
+from gradveil.networks.mixing import frozen_norms, mixing_layer, random_images
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Tensors, Update
 from gradveil.validate import in_range, one_of
 
 _BATCH_SIZE, _NUM_EXAMPLES = "batch_size", "num_examples"
 _MOST_ENTRIES, _MOST_EXAMPLES = 2**25, 64
+_BELOW = 1 - 2.0**-20
+"""Gradients are clipped to this share of the bound, so that rounding never exceeds it."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,10 @@ class DpSgd(Defence):
     Guarantee: (ε, δ)-differential privacy for each image of a client (neighbours add or remove one image) over all of
         its rounds: ``accounting.epsilon`` with q and σ. With ``shuffle`` no amplification by sampling is claimed: the
         Gaussian mechanism is composed once for each use of an image, and "removing" an image means replacing it by one
-        with zero gradient. The noise is pseudo-random and in floating point, and not hardened against attacks on
-        either.
+        with zero gradient. Batches and noise come from a cipher, `Client.rng`. Clipped gradients and noise are whole
+        steps of a grid with exact sums, so attacks on floating-point noise do not apply; ``parts.grid`` says why, and
+        which tiny terms ε leaves out. A network that mixes the images of a batch is refused: there clipping would
+        not bound the effect of an image. No error depends on pixels: a gradient that is not finite counts as zero.
     Reference: Abadi et al. 2016, https://arxiv.org/abs/1607.00133, Algorithm 1.
     Differs from the paper: if the last batch of an epoch is smaller, its q is smaller too; the accountant rounds it up
         to that of the other batches. Momentum and weight decay act on the protected gradient. In a chain this defence
@@ -80,6 +88,15 @@ class DpSgd(Defence):
         in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
         one_of("accountant", self.accountant, ["rdp", "prv"])
 
+    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
+        """Raise `ConfigError` if the network mixes images of a batch, in training or in evaluation mode."""
+        for training in (True, False):
+            copied = frozen_norms(network, training=training)
+            try:
+                _refuse_mixing(copied, random_images(copied, shape))
+            except DefenceError as error:
+                raise ConfigError(str(error)) from error
+
     def check_training(self, network: nn.Module) -> None:
         """Raise `ConfigError` if a layer mixes images or tracks their statistics."""
         try:
@@ -98,7 +115,7 @@ class DpSgd(Defence):
             return batch
         client.state[_BATCH_SIZE] = torch.tensor(len(batch))
         client.state[_NUM_EXAMPLES] = client.state.get(_NUM_EXAMPLES, torch.tensor(0)) + len(batch)
-        drawn = torch.rand(len(client.data), generator=client.rng, dtype=torch.float64) < len(batch) / len(client.data)
+        drawn = client.rng.bernoulli(len(batch) / len(client.data), (len(client.data),))
         return client.data[drawn.to(client.data.images.device)]
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
@@ -106,21 +123,24 @@ class DpSgd(Defence):
         _refuse_mixing_layers(client.model)
         entries = sum(tensor.numel() for tensor in gradient.values())
         size = max(1, min(_MOST_EXAMPLES, _MOST_ENTRIES // max(entries, 1)))
-        total = {name: torch.zeros_like(tensor) for name, tensor in gradient.items()}
+        total = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in gradient.items()}
         for start in range(0, len(batch), size):
             part = self._clipped_sum(batch[slice(start, start + size)], client)
             total = {name: tensor + part[name] for name, tensor in total.items()}
         expected = int(client.state.get(_BATCH_SIZE, torch.tensor(len(batch))))
-        return {name: self._noisy(tensor, client.rng) / max(expected, 1) for name, tensor in total.items()}
+        noisy = {name: self._noisy(tensor, client.rng) / max(expected, 1) for name, tensor in total.items()}
+        return {name: tensor.to(gradient[name].dtype) for name, tensor in noisy.items()}
 
     def on_update(self, update: Update, client: Client) -> Update:
-        """Raise `DefenceError` if buffers changed, since they get no noise; state the expected number of images."""
+        """Raise `DefenceError` if buffers changed or the network mixes images; state the expected number of images."""
         moved = [name for name, change in update.buffers.items() if bool(change.any())]
         if moved:
             raise DefenceError(
                 f"Defence 'dp-sgd' protects gradients only, but local training also changed {', '.join(moved[:3])}, "
                 "which would be sent. Freeze these layers (--batch-norm freeze), or use a model with GroupNorm."
             )
+        _, *shape = client.data.images.shape
+        _refuse_mixing(client.model, random_images(client.model, shape))  # private images would make the error a leak
         client.state.pop(_BATCH_SIZE, None)
         expected = client.state.pop(_NUM_EXAMPLES, None)
         return update if expected is None else replace(update, num_examples=min(int(expected), len(client.data)))
@@ -154,22 +174,44 @@ class DpSgd(Defence):
         return Budget(max(one, whole), self.delta)
 
     def _clipped_sum(self, batch: Batch, client: Client) -> dict[str, Tensor]:
-        """Return the sum of per-example gradients, each scaled down to a norm of at most ``clip``."""
-        each = _gradients(client.model, batch)  # (N, ...) by name
-        norms = row_norms(each)  # (N,)
-        if not bool(norms.isfinite().all()):
-            raise DefenceError(
-                "Defence 'dp-sgd' can clip finite gradients only, got NaN or infinity for an image. "
-                "Lower the learning rate (--lr)."
-            )
-        client.report("dp_sgd_clipped", float(norms.gt(self.clip).float().mean()), weight=len(batch))
-        factors = 1 / (norms / self.clip).clamp(min=1.0)
-        return {name: torch.tensordot(factors, tensor, 1) for name, tensor in each.items()}
+        """Return the exact sum of per-example gradients, each scaled to a norm of at most ``clip``, in steps.
 
-    def _noisy(self, tensor: Tensor, rng: torch.Generator) -> Tensor:
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        noise = torch.randn(tensor.shape, generator=rng, dtype=wide).to(tensor.device)
-        return (tensor.to(wide) + self.noise * self.clip * noise).to(tensor.dtype)
+        A gradient with NaN or infinity counts as zero. An error would tell the server, without any noise, that some
+        image overflows under the weights that it chose.
+        """
+        each = _gradients(client.model, batch)  # (N, ...) by name
+        norms = _norms(each)  # (N,)
+        client.report("dp_sgd_clipped", float(norms.gt(self.clip).float().mean()), weight=len(batch))
+        bound = self.clip * _BELOW if self.noise else self.clip
+        factors = 1 / (norms / bound).clamp(min=1.0)
+        return {name: self._sum(tensor, factors) for name, tensor in each.items()}
+
+    def _sum(self, each: Tensor, factors: Tensor) -> Tensor:
+        """Return the sum of one tensor's per-example gradients (N, ...), each times its factor, in steps.
+
+        All of it is in float64: a tiny factor has few digits in float32, so that its product could exceed the bound.
+        """
+        rows = each.double().flatten(1) if each.dim() > 1 else each.double()[:, None]
+        clipped = rows.masked_fill(factors.eq(0)[:, None], 0.0) * factors[:, None]
+        steps = in_steps(clipped, self._grid) if self.noise else clipped
+        return steps.sum(0).view(each.shape[1:])
+
+    def _noisy(self, steps: Tensor, rng: SecretStream) -> Tensor:
+        """Add the noise to a sum in steps, and return the result in the unit of gradients."""
+        noise = gaussian_steps(steps, self.noise * self.clip, self._grid, rng) if self.noise else 0.0
+        return (steps + noise) * self._grid
+
+    @property
+    def _grid(self) -> float:
+        """Return the step of the grid on which gradients are added; without noise there is none, and gradients stay."""
+        return grid_of(self.noise * self.clip, bound=self.clip) if self.noise else 1.0
+
+
+def _norms(each: Tensors) -> Tensor:
+    """Return the norms (N,) of per-example gradients (N, ...) in float64; infinity for one with NaN or infinity."""
+    parts = [torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float64) for tensor in each.values()]
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return norms.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _gradients(network: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -189,6 +231,16 @@ def _gradients(network: nn.Module, batch: Batch) -> dict[str, Tensor]:
             loss = F.cross_entropy(network(one.images), one.labels)
         rows.append(torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True))
     return {name: torch.stack(column) for name, column in zip(wanted, zip(*rows, strict=True), strict=True)}
+
+
+def _refuse_mixing(network: nn.Module, images: Tensor) -> None:
+    """Raise `DefenceError` if an image's result depends on the others: then clipping would not bound its effect."""
+    layer = mixing_layer(network, images)
+    if layer is not None:
+        raise DefenceError(
+            f"Defence 'dp-sgd' needs a network that treats each image by itself, but {layer} mixes the images of a "
+            "batch. Use a network without statistics over the batch (GroupNorm, --batch-norm freeze)."
+        )
 
 
 def _refuse_mixing_layers(network: nn.Module) -> None:

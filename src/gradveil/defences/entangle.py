@@ -16,6 +16,7 @@ from gradveil.defences.prune import surviving
 from gradveil.defences.soteria import feature_scores
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.networks.grads import jacobian_row_norms, layer_inputs
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Tensors, Update
 from gradveil.validate import in_range, one_of
 
@@ -189,16 +190,14 @@ class Entangle(Defence):
             foreign = {"guard": _leaving_out(foreign_entries(seen, guards, self.noise)), **foreign}
         return {**moves, **foreign} if self.noise else {**foreign, **moves}
 
-    def _mixture(self, guards: Sequence[Tensors], rng: torch.Generator) -> dict[str, Tensor]:
+    def _mixture(self, guards: Sequence[Tensors], rng: SecretStream) -> dict[str, Tensor]:
         """Return the update of the only guard, or a random mean of several."""
         if len(guards) != len(self.guards):
             raise DefenceError(
                 f"Defence 'entangle' sends nothing without its guards' updates, got {len(guards)} of "
                 f"{len(self.guards)}. Wait for the guards, or end the round."
             )
-        drawn = torch.empty(len(guards), dtype=torch.float64).exponential_(
-            generator=rng
-        )  # normalised: a flat Dirichlet
+        drawn = rng.exponential((len(guards),), torch.float64)  # normalised: a flat Dirichlet
         shares = (drawn / drawn.sum()).tolist()
         mixed = {
             name: sum((share * guard[name] for share, guard in zip(shares, guards, strict=True)), torch.zeros(()))
@@ -211,11 +210,11 @@ class Entangle(Defence):
             )
         return {name: tensor.to(guards[0][name]) for name, tensor in mixed.items()}
 
-    def _noise(self, like: Tensor, rng: torch.Generator) -> Tensor:
+    def _noise(self, like: Tensor, rng: SecretStream) -> Tensor:
         if not self.noise:
             return torch.zeros((), dtype=like.dtype, device=like.device)
         size = self.noise * like.double().square().mean().sqrt()
-        return (torch.randn(like.shape, generator=rng, dtype=torch.float64).to(like.device) * size).to(like)
+        return (rng.normal(like.shape, torch.float64).to(like.device) * size).to(like)
 
     def _spots(self, client: Client, tensors: Tensors) -> "list[_Spot]":
         """Return the features of all protected layers with their scores, and the entries next to them."""
@@ -261,7 +260,7 @@ class Entangle(Defence):
 
     def _scores(self, network: nn.Module, names: Sequence[str], client: Client) -> list[Tensor]:
         """Return, for each layer, the mean score of each input feature, or of each channel of a feature map."""
-        some = torch.randperm(len(client.data), generator=client.rng)[: self.images]
+        some = client.rng.permutation(len(client.data))[: self.images]
         images = client.data.images[some.to(client.data.images.device)]
         with torch.no_grad():
             reached = layer_inputs(network, names, images)

@@ -21,6 +21,7 @@ from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.errors import ConfigError
 from gradveil.networks.calls import Calls, calls_on_blank, traced_calls
 from gradveil.randomness import stream
+from gradveil.secret_stream import SecretStream, attackers_stream
 from gradveil.types import Tensors
 from gradveil.validate import in_range, one_of
 
@@ -116,7 +117,7 @@ class Fedkl(Defence):
         one_of("source", self.source, ["seed", "system"])
         one_of("scale", self.scale, ["unit", "paper"])
 
-    def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
+    def on_model(self, model: nn.Module, rng: SecretStream) -> nn.Module:
         """Lock the chosen convolutions, each with a new key and lock."""
         if any(isinstance(layer, KeyLock) for layer in model.modules()):
             raise ConfigError(
@@ -208,7 +209,7 @@ class Fedkl(Defence):
                 return f"{undoes[0].name!r} right after {lock.name!r}, which undoes the scales"
         return "" if locks else "none of them called"
 
-    def _key_lock(self, channels: int, like: Tensor, rng: torch.Generator) -> "KeyLock":
+    def _key_lock(self, channels: int, like: Tensor, rng: SecretStream) -> "KeyLock":
         """Draw a key and lock for a number of channels, with the type and device of ``like``."""
         count = 2 * channels * self.grid**2
         spread = 0.5 if self.init == "uniform" else 1 / math.sqrt(self.length)
@@ -229,17 +230,18 @@ class Fedkl(Defence):
         """Factor that gives a key with entries uniform in [0, 1) a mean squared norm of 1."""
         return math.sqrt(3 / self.length)
 
-    def _drawn(self, count: int, rng: torch.Generator) -> Tensor:
+    def _drawn(self, count: int, rng: SecretStream) -> Tensor:
         """Draw ``count`` numbers, uniform in [0, 1), from the random source that ``source`` names."""
         if self.source == "seed":
-            return torch.rand(count, generator=rng, dtype=torch.float64)
+            return rng.uniform((count,), torch.float64)
         bits = np.frombuffer(os.urandom(8 * count), np.uint64) >> np.uint64(11)
         return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
 
     def _guesses(self, lock: "KeyLock", rows: int, rng: torch.Generator) -> Tensor:
         """Return first guesses (rows, numbers) of a block's scales and shifts, from random keys and locks."""
+        draws = attackers_stream(rng)
         with torch.no_grad():
-            return torch.stack([self._key_lock(lock.shape[0], lock.key, rng)() for _ in range(rows)])
+            return torch.stack([self._key_lock(lock.shape[0], lock.key, draws)() for _ in range(rows)])
 
 
 class KeyLock(nn.Module):

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradveil.defences.base import Perturbation
 from gradveil.defences.countermove import Arrived, Countermove
+from gradveil.defences.parts.grid import add_gaussian
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Tensors
 from gradveil.validate import in_range
 
@@ -50,10 +51,10 @@ class Gaussian(Perturbation):
         super().__post_init__()
         in_range("std", self.std, 0, open_low=True)
 
-    def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+    def perturb(self, tensors: Tensors, rng: SecretStream) -> dict[str, Tensor]:
         """Add noise to every tensor, in the order of the tensors."""
         std = self.std * root_mean_square(tensors) if self.relative else self.std
-        return {name: _noisy(tensor, std, rng) for name, tensor in tensors.items()}
+        return {name: add_gaussian(tensor, std, rng) for name, tensor in tensors.items()}
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Return ``likelihood``: squared differences in units of the noise's standard deviation."""
@@ -65,16 +66,11 @@ class Gaussian(Perturbation):
         }
 
 
-def _noisy(tensor: Tensor, std: float, rng: torch.Generator) -> Tensor:
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    noise = torch.randn(tensor.shape, generator=rng, dtype=wide).to(tensor.device)
-    return (tensor.to(wide) + std * noise).to(tensor.dtype)
-
-
 def root_mean_square(tensors: Tensors) -> float:
     """Return the root mean square of all entries of all tensors together, or 0 if there are no entries.
 
     Example:
+        >>> import torch
         >>> root_mean_square({"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)})
         2.5
     """

@@ -9,6 +9,7 @@ from torch import Tensor
 from gradveil.defences.base import Client
 from gradveil.defences.mixup import Mixture, Mixup
 from gradveil.errors import DefenceError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch
 from gradveil.validate import in_range
 
@@ -60,9 +61,9 @@ class Instahide(Mixup):
         """Return how many images of a mixture are the client's own: all k, or two with ``pool=public``."""
         return 2 if self.pool == "public" else self.k
 
-    def hide(self, mixed: Tensor, rng: torch.Generator) -> Tensor:
+    def hide(self, mixed: Tensor, rng: SecretStream) -> Tensor:
         """Flip signs around mid-grey, which is 0.5 for pixels in [0, 1]."""
-        flips = torch.rand(mixed.shape, generator=rng).to(mixed) < self.flip
+        flips = rng.bernoulli(self.flip, mixed.shape).to(mixed.device)
         return torch.where(flips, 1 - mixed, mixed)
 
     def mixture(self, batch: Batch, client: Client) -> Mixture:
@@ -79,7 +80,7 @@ class Instahide(Mixup):
                 f"{tuple(batch.images.shape[1:])}, got {there}. Choose other public images (--aux), or lower k."
             )
         self.require_pixels(public.images)
-        chosen = torch.rand(len(batch), len(public), generator=client.rng).argsort(1)[:, :count]
+        chosen = client.rng.uniform((len(batch), len(public)), torch.float64).argsort(1)[:, :count]
         theirs = public.images[chosen.to(public.images.device)].to(mixture.images)
         labels = mixture.labels.new_zeros(len(batch), count, mixture.labels.shape[2])
         marks = mixture.sensitive.new_zeros(len(batch), count)

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradveil.defences.base import Perturbation
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, root_mean_square, seen_noise
+from gradveil.defences.parts.grid import add_laplace
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Tensors
 from gradveil.validate import in_range
 
@@ -50,21 +51,13 @@ class Laplace(Perturbation):
         super().__post_init__()
         in_range("scale", self.scale, 0, open_low=True)
 
-    def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+    def perturb(self, tensors: Tensors, rng: SecretStream) -> dict[str, Tensor]:
         """Add noise to every tensor, in the order of the tensors."""
         scale = self.scale * root_mean_square(tensors) if self.relative else self.scale
-        return {name: _noisy(tensor, scale, rng) for name, tensor in tensors.items()}
+        return {name: add_laplace(tensor, scale, rng) for name, tensor in tensors.items()}
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Return ``likelihood``: absolute differences in units of the noise's standard deviation."""
         spread = 1.0 if self.where == "update" and self.relative else noise_spread(self.where, arrived.steps)
         noise = seen_noise(arrived.gradients, math.sqrt(2) * self.scale, spread, relative=self.relative)
         return {"likelihood": Countermove(None, "l1", noise)}
-
-
-def _noisy(tensor: Tensor, scale: float, rng: torch.Generator) -> Tensor:
-    """Add Laplace noise, drawn as the difference of two exponential variables, which are never infinite."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    plus = torch.empty(tensor.shape, dtype=wide).exponential_(generator=rng)
-    minus = torch.empty(tensor.shape, dtype=wide).exponential_(generator=rng)
-    return (tensor.to(wide) + scale * (plus - minus).to(tensor.device)).to(tensor.dtype)

@@ -191,7 +191,7 @@ class Loda(Defence):
     def _starts(self, images: Tensor, client: Client) -> Tensor:
         """Return the image where each image's descent begins."""
         if self.start == "noise":
-            return torch.rand(images.shape, generator=client.rng).to(images)
+            return client.rng.uniform(images.shape).to(images)
         public = client.aux
         if public is None or not len(public) or public.images.shape[1:] != images.shape[1:]:
             there = "none" if public is None or not len(public) else f"some of {tuple(public.images.shape[1:])}"
@@ -200,7 +200,7 @@ class Loda(Defence):
                 "Choose other public images (--aux), or set start=noise."
             )
         self.require_pixels(public.images)
-        chosen = torch.randint(len(public), (len(images),), generator=client.rng)
+        chosen = client.rng.integers(0, len(public), (len(images),))
         return public.images[chosen.to(public.images.device)].to(images)
 
     def _key(self, features: Features, images: Tensor, begun: Tensor) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradveil.defences.base import Client, Defence
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.errors import ConfigError, DefenceError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch
 from gradveil.validate import in_range, one_of
 
@@ -97,7 +98,7 @@ class Mixup(Defence):
         labels = labels / labels.sum(1, keepdim=True)  # public images of InstaHide have no label
         return Batch(self.hide(mixed, client.rng), labels, mixture.sensitive.any(1))
 
-    def hide(self, mixed: Tensor, rng: torch.Generator) -> Tensor:
+    def hide(self, mixed: Tensor, rng: SecretStream) -> Tensor:
         """Change the finished mixtures (N, C, H, W); here they stay unchanged."""
         return mixed
 
@@ -123,7 +124,7 @@ class Mixup(Defence):
                 "Lower k, or give clients more images (in an audit: --images). If an earlier defence in the chain "
                 "replaces batches, use larger batches (--batch-size)."
             )
-        order = torch.rand(len(batch), len(pool), generator=client.rng).argsort(1)[:, : wanted + 1]
+        order = client.rng.uniform((len(batch), len(pool)), torch.float64).argsort(1)[:, : wanted + 1]
         order = order.to(pool.images.device)
         same = pool.images[order].flatten(2).eq(batch.images.flatten(1)[:, None]).all(2)  # (N, k): an image drew itself
         chosen = order.gather(1, same.long().argsort(dim=1, stable=True))[:, :wanted]
@@ -134,19 +135,19 @@ class Mixup(Defence):
         return {"unmix": Countermove(soft_labels=True, decode=("unmix",))}
 
 
-def coefficients(count: int, k: int, own: int, cap: float, rng: torch.Generator) -> Tensor:
+def coefficients(count: int, k: int, own: int, cap: float, rng: SecretStream) -> Tensor:
     """Draw (count, k) coefficients from Dirichlet(own, 1, ..., 1), and draw rows again that exceed the cap.
 
     Raise `DefenceError` if a row still exceeds the cap after many draws.
 
     Example:
-        >>> coefficients(100, 4, 3, 0.65, torch.Generator().manual_seed(0)).max() <= 0.65
+        >>> coefficients(100, 4, 3, 0.65, SecretStream(0)).max() <= 0.65
         tensor(True)
     """
     drawn = torch.empty(count, k)
     open_ = torch.arange(count)
     for _ in range(_TRIES):
-        parts = torch.empty(len(open_), own + k - 1).exponential_(generator=rng)  # n of them sum to a Gamma(n) draw
+        parts = rng.exponential((len(open_), own + k - 1))  # n of them sum to a Gamma(n) draw
         gammas = torch.cat([parts[:, :own].sum(1, keepdim=True), parts[:, own:]], 1)
         drawn[open_] = gammas / gammas.sum(1, keepdim=True)
         open_ = open_[(drawn[open_] > cap).any(1)]

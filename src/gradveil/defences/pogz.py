@@ -1,11 +1,14 @@
 """POGZ: layers that change most between rounds get most of the privacy budget, i.e. the least noise."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from gradveil.defences.base import Client, Defence, Server
 from gradveil.defences.clip import clip_rows
@@ -18,6 +21,8 @@ from gradveil.validate import in_range
 
 _EQUAL = 0.1
 """Part of the budget that is split equally, so that every layer gets some."""
+BELOW = 1 - 2.0**-30
+"""Updates are clipped to this share of the bound, so that rounding in float64 never exceeds it."""
 _LAST, _IMPORTANCE = "last.", "importance."
 
 
@@ -48,8 +53,8 @@ class Pogz(Defence):
     Guarantee: (ε, δ)-differential privacy for the whole data of a client (neighbours replace all of its images), and
         hence for each image: ``accounting.epsilon`` with z, composed over rounds. With the default, ε is tens of
         thousands per round, which is no meaningful protection. A meaningful ε takes a ``noise`` of about 1, and then
-        thousands of clients for a useful mean. The noise is pseudo-random and in floating point, and not hardened
-        against attacks on either.
+        thousands of clients for a useful mean. Clipped layers and noise are whole steps of a grid
+        (``parts.grid``) and the noise comes from a cipher, so that it cannot be computed or taken off.
     Reference: Zhu et al. 2022, A fine-grained differentially private federated learning against leakage from gradients,
         IEEE Internet of Things Journal 9(13), https://doi.org/10.1109/JIOT.2021.3131258, as the submission Model
         Entanglement (ICLR 2025) describes and uses it: importance of layers, :math:`\alpha` = 1.
@@ -64,6 +69,8 @@ class Pogz(Defence):
             change.
         delta: δ of the guarantee.
     """
+
+    budget_replaces: ClassVar[bool] = True
 
     alpha: float = 1.0
     clip: float = 4.0
@@ -84,15 +91,15 @@ class Pogz(Defence):
         return {_IMPORTANCE + layer: _norm(changes, names) for layer, names in layers_of(changes).items()}
 
     def on_update(self, update: Update, client: Client) -> Update:
-        """Clip every layer and add its noise."""
-        refuse_moved_buffers(self.name, update)
-        refuse_infinite(self.name, update)
+        """Clip every layer and add its noise; an update that is not finite counts as zero."""
+        refuse_moved_buffers(self.name, update, client.model)
+        update = finite_or_zero(update)
         sent = dict(update.tensors)
         layers = layers_of(update.tensors)
         stds = self._stds(layers, client.public)
         for layer, names in layers.items():
-            excess = (_norm(update.tensors, names) / self._bound(layers)).clamp(min=1.0).item()
-            clipped = {name: _wide(update.tensors[name]) / excess for name in names}
+            excess = (_norm(update.tensors, names) / (self._bound(layers) * BELOW)).clamp(min=1.0).item()
+            clipped = {name: update.tensors[name].double() / excess for name in names}
             noisy = Gaussian(std=stds[layer]).perturb(clipped, client.rng)
             sent |= {name: tensor.to(sent[name].dtype) for name, tensor in noisy.items()}
         return replace(update, tensors=sent)
@@ -116,8 +123,12 @@ class Pogz(Defence):
         return float(self.clip / max(len(layers), 1) ** 0.5)
 
     def _stds(self, layers: Mapping[str, object], public: Tensors) -> dict[str, float]:
-        """Return the standard deviation of the noise in each layer."""
-        importance = {layer: float(public[key]) for layer in layers if (key := _IMPORTANCE + layer) in public}
+        """Return the standard deviation of the noise in each layer.
+
+        An importance that is no norm (negative, NaN, infinite) is ignored, as it could raise the sum of the shares.
+        """
+        told = {layer: float(public[key]) for layer in layers if (key := _IMPORTANCE + layer) in public}
+        importance = {layer: value for layer, value in told.items() if 0 <= value < math.inf}
         shares = budget_shares(layers, importance, self.alpha)
         return {layer: 2 * self._bound(layers) * self.noise / share**0.5 for layer, share in shares.items()}
 
@@ -153,9 +164,15 @@ def layers_of(names: Iterable[str]) -> dict[str, list[str]]:
     return layers
 
 
-def refuse_moved_buffers(defence: str, update: Update) -> None:
-    """Raise `DefenceError` if local training changed buffers, which get no noise."""
-    moved = [name for name, change in update.buffers.items() if bool(change.any())]
+def refuse_moved_buffers(defence: str, update: Update, model: nn.Module) -> None:
+    """Raise `DefenceError` if local training changes buffers that would be sent, since they get no noise.
+
+    A layer that tracks statistics is refused whether or not they moved, as whether they did depends on the images.
+    """
+    tracking = {name for name, layer in model.named_modules() if isinstance(layer, _NormBase) and layer.training}
+    moved = [
+        name for name, change in update.buffers.items() if name.rpartition(".")[0] in tracking or bool(change.any())
+    ]
     if moved:
         raise DefenceError(
             f"Defence {defence!r} protects parameters only, but local training also changed {', '.join(moved[:3])}, "
@@ -163,16 +180,14 @@ def refuse_moved_buffers(defence: str, update: Update) -> None:
         )
 
 
-def refuse_infinite(defence: str, update: Update) -> None:
-    """Raise `DefenceError` if an update has NaN or infinite entries, which cannot be clipped."""
-    if not all(bool(tensor.isfinite().all()) for tensor in update.tensors.values()):
-        raise DefenceError(
-            f"Defence {defence!r} can clip finite updates only, got NaN or infinity. Lower the learning rate (--lr)."
-        )
+def finite_or_zero(update: Update) -> Update:
+    """Return the update, or a zero one if any entry is NaN or infinite, which cannot be clipped.
 
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    An error would tell the server, without any noise, that the images overflow under the weights that it chose.
+    """
+    if all(bool(tensor.isfinite().all()) for tensor in update.tensors.values()):
+        return update
+    return replace(update, tensors={name: torch.zeros_like(tensor) for name, tensor in update.tensors.items()})
 
 
 def _norm(tensors: Tensors, names: Iterable[str]) -> Tensor:

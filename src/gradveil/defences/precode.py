@@ -17,6 +17,7 @@ from gradveil.errors import ConfigError
 from gradveil.networks.calls import calls_on_blank, traced_calls
 from gradveil.networks.grads import layer_inputs
 from gradveil.randomness import global_stream
+from gradveil.secret_stream import SecretStream, layer_stream
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range
 
@@ -63,7 +64,7 @@ class Precode(Defence):
         in_range("size", self.size, 1)
         in_range("beta", self.beta, 0)
 
-    def on_model(self, model: nn.Module, rng: torch.Generator) -> nn.Module:
+    def on_model(self, model: nn.Module, rng: SecretStream) -> nn.Module:
         """Insert the bottleneck before the last Linear called, or the last one defined if tracing fails."""
         model = copy.deepcopy(model)
         linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name}
@@ -79,7 +80,7 @@ class Precode(Defence):
         called = [str(node.target) for node in traced_calls(model) if node.target in linears]
         name = (called or list(linears))[-1]
         last = linears[name]
-        with global_stream(int(torch.randint(2**62, (), generator=rng)), _NAME):
+        with global_stream(rng.seed(), _NAME):
             bottleneck = Bottleneck(last.in_features, self.size).to(last.weight)
         parent, _, own = name.rpartition(".")
         block = nn.Sequential(OrderedDict([(_NAME, bottleneck), ("linear", last)])).train(model.training)
@@ -127,7 +128,9 @@ class Precode(Defence):
         block = names[first].split(f"{_NAME}.")[0] + _NAME if first < len(names) else ""
         penalties = {f"{block}.encoder": partial(_weighted_divergence, self.beta)} if block and self.beta else {}
         omit = Countermove(weights=dict.fromkeys(names[first:], 0.0), penalties=penalties)
-        if arrived.batch_size > 1 or len(arrived.steps) > 1 or not block:  # each image and step has its own draw
+        if (
+            arrived.batch_size * arrived.clients > 1 or len(arrived.steps) > 1 or not block
+        ):  # each image and step has its own draw
             return {"omit": omit}
         joint = Countermove(unknowns={f"{block}.noise": self._draws}, penalties=penalties)
         if arrived.network is None:
@@ -156,11 +159,11 @@ class Bottleneck(nn.Module):
 
 
 class Noise(nn.Module):
-    """Standard normal noise from torch's global generator in training mode; zeros in evaluation mode."""
+    """Standard normal noise in training mode, from a cipher keyed by torch's global generator; zeros otherwise."""
 
     def forward(self, like: Tensor) -> Tensor:
         """Return noise of the shape of ``like``."""
-        return torch.randn_like(like) if self.training else torch.zeros_like(like)
+        return layer_stream().normal(like.shape, like.dtype).to(like) if self.training else torch.zeros_like(like)
 
 
 def divergence(encoded: Tensor) -> Tensor:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Perturbation
 from gradveil.defences.countermove import Arrived, Countermove
+from gradveil.defences.parts.feedback import Compression
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Tensors
 from gradveil.validate import in_range, one_of
 
 
 @dataclass(frozen=True)
-class Prune(Perturbation):
+class Prune(Compression):
     r"""Set the ``fraction`` of entries with the smallest magnitudes to zero, in each tensor or in all tensors together.
 
     .. math:: \tilde u_i = u_i \cdot \mathbb 1[\,|u_i| \ge \tau\,], \qquad \tau = \text{percentile}_{100\,p}(|u|)
@@ -25,16 +26,19 @@ class Prune(Perturbation):
 
     Threat model: an honest-but-curious server that sees individual updates.
     Does not protect: against an attacker who matches only the surviving entries, which carry most of the squared norm.
+        With ``feedback``, against a server that adds up many rounds of the same images.
     Guarantee: none; evidence is empirical.
     Reference: Zhu et al. 2019, https://arxiv.org/abs/1906.08935, Section 5. Later papers use 0.2 (GGL,
         https://arxiv.org/abs/2203.15696), 0.7 (MNIST) and 0.9 (CIFAR-10) (DCS2), and 0.99 (LODA).
-    Differs from the paper: there is no warm-up, and pruned entries are not accumulated for later rounds (both are part
-        of Deep Gradient Compression). One threshold per tensor is what the authors' released code uses.
+    Differs from the paper: there is no warm-up, and pruned entries are accumulated for later rounds only with
+        ``feedback`` (both are part of Deep Gradient Compression). One threshold per tensor is what the authors'
+        released code uses.
 
     Attributes:
         where: ``update`` prunes the update once per round; ``gradient`` prunes the gradient of every local step.
         fraction: share of the entries that become zero; 1 keeps a single entry.
         scope: ``tensor`` uses one threshold per tensor, ``global`` one for all tensors.
+        feedback: whether pruned entries are kept on the device and added in the next round.
     """
 
     fraction: float = 0.7
@@ -45,7 +49,7 @@ class Prune(Perturbation):
         in_range("fraction", self.fraction, 0, 1)
         one_of("scope", self.scope, ["tensor", "global"])
 
-    def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+    def perturb(self, tensors: Tensors, rng: SecretStream) -> dict[str, Tensor]:
         """Set the smallest entries to zero; ``rng`` is not used."""
         flat = [_magnitudes(tensor) for tensor in tensors.values()]
         if self.scope == "tensor":
@@ -61,8 +65,10 @@ class Prune(Perturbation):
         """Return ``surviving``, which compares only the surviving entries, and ``again``, which prunes the guess alike.
 
         If noise was added after pruning, no entry is zero any more; then only ``again`` is possible, with ``fraction``
-        in place of the share of zeros seen.
+        in place of the share of zeros seen. Of several rounds with ``feedback``, ``sum`` compares the sums.
         """
+        if self.feedback and arrived.rounds > 1:
+            return {"sum": Countermove(surviving, adds_up=True)}
         entries = sum(tensor.numel() for tensor in arrived.gradients.values())
         zeros = sum(int((tensor == 0).sum()) for tensor in arrived.gradients.values())
         if zeros < self.fraction / 2 * entries:
@@ -96,7 +102,7 @@ class Prune(Perturbation):
         return {name: kept[name].view_as(tensor) if name in kept else tensor for name, tensor in guess.items()}
 
 
-_NO_DRAWS = torch.Generator()
+_NO_DRAWS = SecretStream(0)
 
 
 def _rows(tensors: Tensors) -> range:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.defences.base import Perturbation
 from gradveil.defences.countermove import Arrived, Countermove
+from gradveil.defences.parts.feedback import Compression
 from gradveil.errors import ConfigError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Tensors
 from gradveil.validate import in_range
 
@@ -17,7 +18,7 @@ _TINY = 1e-12
 
 
 @dataclass(frozen=True)
-class Quantise(Perturbation):
+class Quantise(Compression):
     r"""Round the entries of each tensor to as many levels as ``bits`` bits can encode.
 
     .. math::
@@ -31,19 +32,21 @@ class Quantise(Perturbation):
 
     Threat model: an honest-but-curious server that sees individual updates.
     Does not protect: against an attacker who accepts every gradient that rounds to the one it saw. Even signs alone
-        suffice for a trained inverter to recover images (Wu et al. 2023, Learning To Invert).
+        suffice for a trained inverter to recover images (Wu et al. 2023, Learning To Invert). With ``feedback``,
+        against a server that adds up many rounds of the same images.
     Guarantee: none; evidence is empirical.
     Reference: Bernstein et al. 2018, https://arxiv.org/abs/1802.04434 (signs), with the scale of Karimireddy et al.
         2019, https://arxiv.org/abs/1901.09847; Alistarh et al. 2017 (QSGD), https://arxiv.org/abs/1610.02132
         (stochastic rounding); Wen et al. 2017 (TernGrad), https://arxiv.org/abs/1705.07878 (``bits=2`` with
         ``stochastic``).
-    Differs from the paper: QSGD divides by the L2 norm; this divides by the largest magnitude, as TernGrad does. There
-        is no error feedback. Exact zeros have no sign and stay zero.
+    Differs from the paper: QSGD divides by the L2 norm; this divides by the largest magnitude, as TernGrad does. Exact
+        zeros have no sign and stay zero.
 
     Attributes:
         where: ``update`` rounds the update once per round; ``gradient`` rounds the gradient of every local step.
         bits: bits per entry, 1 to 16.
         stochastic: whether to round at random, without bias.
+        feedback: whether rounding errors are kept on the device and added in the next round (Karimireddy et al.).
     """
 
     bits: int = 1
@@ -60,7 +63,7 @@ class Quantise(Perturbation):
         """Return k, the number of positive levels."""
         return max((1 << self.bits - 1) - 1, 1)
 
-    def perturb(self, tensors: Tensors, rng: torch.Generator) -> dict[str, Tensor]:
+    def perturb(self, tensors: Tensors, rng: SecretStream) -> dict[str, Tensor]:
         """Round each tensor separately; draw one random number per entry if ``stochastic``."""
         return {name: self._rounded(tensor, rng) for name, tensor in tensors.items()}
 
@@ -69,8 +72,10 @@ class Quantise(Perturbation):
 
         ``sign`` compares smoothed signs. ``cell`` counts only the part of a difference that lies outside the rounding
         interval. Stochastic rounding is treated as unbiased noise; its variance is 1/6 of a squared level on average,
-        and a whole squared level for one bit.
+        and a whole squared level for one bit. Of several rounds with ``feedback``, ``sum`` compares the sums.
         """
+        if self.feedback and arrived.rounds > 1:
+            return {"sum": Countermove(adds_up=True)}
         if self.stochastic:
             share = 1.0 if self.bits == 1 else math.sqrt(1 / 6)
             present = {name: t.abs().reshape(len(t), -1) for name, t in arrived.gradients.items() if t.numel()}
@@ -81,7 +86,7 @@ class Quantise(Perturbation):
             return {"sign": Countermove(_soft_signs, "cosine")}
         return {"cell": Countermove(self._outside, "l2")}
 
-    def _rounded(self, tensor: Tensor, rng: torch.Generator) -> Tensor:
+    def _rounded(self, tensor: Tensor, rng: SecretStream) -> Tensor:
         if not tensor.numel():
             return tensor.clone()
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -91,7 +96,7 @@ class Quantise(Perturbation):
         exact = wide / largest.masked_fill(largest == 0, 1.0) * self.levels  # in [-k, k]
         if not self.stochastic:
             return (exact.round() / self.levels * largest).to(tensor.dtype)
-        draw = torch.rand(tensor.shape, generator=rng, dtype=wide.dtype).to(tensor.device)
+        draw = rng.uniform(tensor.shape, wide.dtype).to(tensor.device)
         if self.bits == 1:
             level = (draw < (1 + exact) / 2) * 2.0 - 1.0
         else:

@@ -19,6 +19,7 @@ from gradveil.networks.grads import jacobian_row_norms, layer_inputs
 from gradveil.networks.layers import few_channels
 from gradveil.networks.watch import LayerCall, watch
 from gradveil.randomness import global_stream
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Tensors
 from gradveil.validate import in_range, one_of
 
@@ -100,7 +101,7 @@ class Soteria(Defence):
         network = copy.deepcopy(client.model)  # the forward pass changes BatchNorm's statistics
         names = self.layers or _last_linear(network)
         _check_layers(network, names, gradient)
-        with global_stream(int(torch.randint(2**62, (), generator=client.rng)), "soteria"):
+        with global_stream(client.rng.seed(), "soteria"):
             seen = _training_pass(network, names, batch)
         norms = self._row_norms(network, names, batch.images, [look.inputs.shape[1] for look in seen], client.rng)
         rebuilt = {}
@@ -133,7 +134,7 @@ class Soteria(Defence):
             return {"layer": layer, "columns": columns}
         return {"columns": columns, "layer": layer}
 
-    def certificate(self, network: nn.Module, batch: Batch, rng: torch.Generator) -> Tensor | None:
+    def certificate(self, network: nn.Module, batch: Batch, rng: SecretStream) -> Tensor | None:
         """Return the bound of Theorem 1 at the first protected layer, to first order, for an attacker with r' alone."""
         model = copy.deepcopy(network).eval()
         name = (self.layers or _last_linear(model))[0]
@@ -144,7 +145,7 @@ class Soteria(Defence):
         return certificate(model, name, batch.images, self._pruned(name, inputs, norms), rng=rng)
 
     def _row_norms(
-        self, network: nn.Module, names: Sequence[str], images: Tensor, sizes: list[int], rng: torch.Generator
+        self, network: nn.Module, names: Sequence[str], images: Tensor, sizes: list[int], rng: SecretStream
     ) -> list[Tensor]:
         """Return the row norms (N, features) of the Jacobian of each layer's input, computed in chunks."""
 

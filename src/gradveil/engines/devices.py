@@ -18,11 +18,12 @@ from gradveil.engines.tripwire import guard
 from gradveil.errors import ConfigError, RunFolderError
 from gradveil.federated.client import Broadcast, Device, Played, Score, Streams, batch_positions, play_client, score
 from gradveil.federated.flat import FlatModel
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.federated.server import ScoreRequest
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import Normalisation
-from gradveil.randomness import global_stream, stream
+from gradveil.randomness import global_stream
+from gradveil.secret_stream import SecretStream
 from gradveil.storage import PrivateFolder
 from gradveil.threat.tap import Tap
 from gradveil.types import Batch, Tensors
@@ -54,7 +55,7 @@ def make_network(
 def defended(network: nn.Module, defence: Defence, seed: int, owner: str) -> nn.Module:
     """Return the network after ``on_model`` with the owner's random stream; torch's global generator is restored."""
     with global_stream(seed, "on_model", owner, "global"):
-        return defence.on_model(network, stream(seed, "on_model", owner))
+        return defence.on_model(network, SecretStream(seed, "on_model", owner))
 
 
 def refuse_in_part(defence: Defence, settings: TrainSettings) -> None:
@@ -67,20 +68,6 @@ def refuse_in_part(defence: Defence, settings: TrainSettings) -> None:
         )
 
 
-def local_settings(settings: TrainSettings) -> LocalSettings:
-    """Return how each client trains under these settings; FedSGD's single step has no momentum."""
-    averaging = settings.algorithm == "fedavg"
-    return LocalSettings(
-        algorithm=settings.algorithm,
-        epochs=settings.epochs,
-        batch_size=settings.batch_size,
-        momentum=settings.momentum if averaging else 0.0,
-        nesterov=settings.nesterov and averaging,
-        weight_decay=settings.weight_decay,
-        batch_norm=settings.batch_norm,
-    )
-
-
 def is_private(network: nn.Module, defence: Defence, settings: TrainSettings) -> Callable[[str], bool]:
     """Return the test for tensors that stay on the device: the defence's, and BatchNorm statistics if ``local``."""
     statistics = {
@@ -90,6 +77,14 @@ def is_private(network: nn.Module, defence: Defence, settings: TrainSettings) ->
         for name, _ in layer.named_buffers()
     }
     return lambda name: name in statistics or defence.private(name)
+
+
+def draws_own_images(defence: Defence, how: LocalSettings) -> bool:
+    """Return whether the images behind an update are those that the defence drew, as the network saw them.
+
+    FedSGD's single batch can be known this way; a defence that also changes the images hides which they were.
+    """
+    return defence.draws_own_batch and not defence.hides_images and how.algorithm == "fedsgd"
 
 
 def images_behind(num_images: int, how: LocalSettings, seed: int, client: int, round_number: int) -> Tensor:
@@ -132,7 +127,7 @@ class Devices:
         self._settings, self._data, self._defence = settings, data, defence
         self.tap: Tap | None = None
         self._network, self._folder = network, folder
-        self._how = local_settings(settings)
+        self._how = Protocol.of(settings).local
         self._seed = settings.seed if seed is None else seed
         self._net = self._flat("server", settings.seed)
         self._server_private = self._net.private_tensors()
@@ -166,7 +161,7 @@ class Devices:
 
         streams = replace(
             Streams.of(self._seed, number, broadcast.round),
-            data=stream(self._seed, "on_data", number),
+            data=SecretStream(self._seed, "on_data", number),
             layers=global_stream(self._seed, "layers", number, "round", broadcast.round),
         )
         tap = self.tap if self.tap is not None and self.tap.wants(number, broadcast.round) else None
@@ -175,7 +170,10 @@ class Devices:
         with _explain_single_image():
             played = play_client(self._net, device, broadcast, defence, self._how, streams, ready=ready, watch=watch)
         if tap is not None:
-            tap.trained(number, self._private(number, broadcast.round), shown, played, device.state)
+            behind = self._private(number, broadcast.round)
+            if draws_own_images(defence, self._how):
+                behind = shown[0]
+            tap.trained(number, behind, shown, played, device.state)
         private = {f"model.{name}": tensor for name, tensor in played.after.items()}
         state = {f"state.{key}": value for key, value in device.state.items()}
         if private or state or saved or folder.begins_anew:
@@ -197,6 +195,14 @@ class Devices:
                 self._restore(request.client, after_round + 1, self._private_folder(request.client))
         batch = self._data.images(request.images, request.client, start, start + chunk_size(self._data.shape))
         return score(self._net.module, batch.to(self._settings.device))
+
+    def inspect(self, number: int, after_round: int, received: Tensor) -> None:
+        """Let a client check a model with its tripwire before it is scored on its own images."""
+        if self._settings.tripwire != "off":
+            self._net.receive(received)
+            device = self._device(number, self._private_folder(number), Defence(), None)
+            client = device.client(self._net.module, Streams.of(self._seed, number, after_round).hooks)
+            guard(self._settings.tripwire, replace(client, round=after_round))
 
     def require_state(self, number: int, round_number: int) -> None:
         """Raise if a client that trained in this round has lost the private parts of its model since."""

@@ -1,54 +1,49 @@
-"""One site of a training over Flower: its own images, its private folder, its defence; answers the server's messages.
+"""One site of a training over Flower: its own images, its private folder, its policy; answers the server's messages.
 
-A site's node config says who it is and what it agrees to:
-
-- ``partition-id``: its number among the clients, from 0. ``private-folder``: where keys, locks and all other state
-  stay, mode 0600; never in Flower's ``Context.state``, never in a message.
-- ``data``: its own images, an .npz file or a folder; by default the part of the run's data set that a simulation would
-  give this client. ``sensitive``: which images are marked. ``data-root``: where to look for named data sets.
-- ``defence``: the only defence that it trains under; a run with another one is refused. ``model``: the only network
-  that it trains, by the same text, so that no unknown layers come in. ``tripwire``, ``device``: override the run's.
-- ``reports=true``: sends the numbers that the defence's hooks record (`gradveil.defences.Client.report`). They are
-  computed from private images, and no guarantee covers them, so by default they stay at the site.
-- ``repeatable=true``: noise, batches and keys come from the run's seed, with the same bits as in a simulation; but then
-  the server can draw them too. By default every message is answered with fresh system randomness, as noise that is
-  drawn again for another model can be subtracted.
+A site's policy (`gradveil.engines.site_policy`) says who it is and what it agrees to; it comes from the site's node
+config or its own TOML file, never from the run. Its ledger (`gradveil.engines.site_ledger`) makes sure that each round
+is answered once and that only weights of such rounds are scored (`gradveil.engines.site_scores`).
 
 What leaves a site: the update after ``on_update``, the number of images behind it, the numbers of its images and of its
-marked images, the number of correct answers and the loss of each score (for test images, the numbers of images and of
-correct answers in each class too), the tripwire's findings, the text of gradveil's own errors, and the defence's
-reports if the site allows them.
+marked images; of its test images the number of correct answers, also per class, and the rounded loss; of its training
+images the number of correct answers with noise, if its policy allows that; whether its tripwire found a trap; short
+codes in place of errors (`gradveil.engines.site_codes`); and the defence's reports, if its policy allows them.
+
+Private state never is in Flower's ``Context.state`` or in a message. Unless the policy says ``repeatable``, every
+message is answered with fresh system randomness, as noise that is drawn again for another model can be subtracted.
 
 Trust: Flower ships the app's code from whoever starts the run, and a site runs it. The checks here stop a curious
 server and a wrong setting, but not a server that sends other code: install gradveil at the site, read the app, and
 confine its process.
 """
 
+import json
 import logging
-import secrets
+import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gradveil.config import TrainSettings, make_train_settings
-from gradveil.data import Dataset, load_dataset
-from gradveil.data.federated import FederatedData, federate
-from gradveil.defences import Defence, build_defence
-from gradveil.engines.devices import Devices, chunks, make_network
-from gradveil.engines.run_folder import fingerprint, settings_hash
-from gradveil.engines.simulation import check_choices, deal
+from gradveil.data import Dataset
+from gradveil.engines.devices import Devices, chunks
+from gradveil.engines.messages import finite, listed, read_arrays, read_config, whole
+from gradveil.engines.site import MOST_ROUNDS, Site, open_site
+from gradveil.engines.site_codes import code_of, refused
+from gradveil.engines.site_ledger import digest, weights_digest
+from gradveil.engines.site_scores import as_given, require_allowed
 from gradveil.engines.training import single_thread
 from gradveil.engines.tripwire import TripwireWarning, hearing
-from gradveil.errors import ConfigError, GradveilError, RunFolderError
+from gradveil.errors import DivergedError, MessageError, RefusedError
 from gradveil.federated.client import Broadcast, Score
-from gradveil.federated.server import ScoreRequest
-from gradveil.models import Normalisation
-from gradveil.storage import write_atomic
+from gradveil.federated.server import ScoreRequest, learning_rate
+from gradveil.limits import parse_json
+from gradveil.storage import load_tensors, make_folder, read_metadata, save_tensors
+from gradveil.types import Tensors, Update
 
 try:
     from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -57,8 +52,8 @@ except ImportError as error:
     raise ImportError("gradveil over Flower needs Flower. Run `pip install 'gradveil[flower]'`.") from error
 
 LOG = logging.getLogger("flwr")
-SERVER_KEYS = ("out", "data-root")
-"""Keys of a run config that are not settings of the training but the server's own."""
+MOST_REQUESTS, MOST_PUBLIC = 10_000, 4
+"""Largest number of scores per message; largest broadcast beside the model, in entries per entry of the model."""
 
 
 def client_app(data: Callable[[Context], Dataset] | None = None) -> ClientApp:
@@ -66,7 +61,7 @@ def client_app(data: Callable[[Context], Dataset] | None = None) -> ClientApp:
 
     Args:
         data: returns this site's images: it trains on the training split, and its own model is scored on the test
-            split. By default the node config names them.
+            split. By default the policy names them.
     """
     app = ClientApp()
     for register, work in ((app.query, _introduce), (app.train, _train), (app.evaluate, _score)):
@@ -74,179 +69,162 @@ def client_app(data: Callable[[Context], Dataset] | None = None) -> ClientApp:
     return app
 
 
-@dataclass(frozen=True)
-class _Site:
-    """One client as its node knows it."""
-
-    number: int
-    settings: TrainSettings
-    defence: Defence
-    data: FederatedData
-    folder: Path
-    seed: int | None
-    tells_reports: bool
-
-    def devices(self, content: RecordDict) -> Devices:
-        """Return this client's side of a round, with the network that the server describes."""
-        asked = config(content, "network")
-        shape, num_classes = tuple(asked["shape"]), asked["num-classes"]
-        normalisation = Normalisation(tuple(asked["mean"]), tuple(asked["std"])) if "mean" in asked else None
-        largest = max(int(split.labels.max(initial=0)) for split in (self.data.train, self.data.test))
-        if self.data.shape != shape or largest >= num_classes:
-            raise ConfigError(
-                f"A site's images must have the run's shape {shape} and labels below {num_classes}, got "
-                f"{self.data.shape} and labels up to {largest}."
-            )
-        network = partial(make_network, self.settings, shape, num_classes, normalisation)
-        return Devices(self.settings, self.data, self.defence, network, self.folder, self.seed)
-
-
-def _open_site(context: Context, data: Callable[[Context], Dataset] | None) -> _Site:
-    """Return the site that node config and run settings describe. Raise if the site does not agree to the run."""
-    node, settings = context.node_config, run_settings(context)
-    number, private = node.get("partition-id"), str(node.get("private-folder", ""))
-    if not isinstance(number, int) or not 0 <= number < settings.clients:
-        raise ConfigError(f"partition-id in a node's config must be in 0..{settings.clients - 1}, got {number!r}.")
-    if not private:
-        raise ConfigError("private-folder in a node's config must name a folder of the site, got none.")
-    defence, agreed = build_defence(settings.defence), node.get("defence")
-    left_out = bool(settings.defended) and number not in settings.defended
-    if agreed is not None and (left_out or build_defence(str(agreed)).spec != defence.spec):
-        raise _not_agreed("defence", agreed, "none" if left_out else defence.spec)
-    if node.get("model", settings.model) != settings.model:
-        raise _not_agreed("model", node["model"], settings.model)
-    check_choices(settings, defence)
-    folder = Path(private) / settings_hash(settings)
-    own = _site_data(context, settings, defence, number, data)
-    _refuse_other_data(folder / str(number) / "images-hash", fingerprint(own, []))
-    if not left_out:
-        defence.check_images(len(own.train), aux=bool(own.public))
-    tripwire, device = str(node.get("tripwire", settings.tripwire)), str(node.get("device", settings.device))
-    seed = None if node.get("repeatable") is True else secrets.randbits(256)
-    settings, tells = replace(settings, tripwire=tripwire, device=device), node.get("reports") is True
-    return _Site(number, settings, defence, own, folder, seed, tells)
-
-
-def _not_agreed(what: str, agreed: object, asked: str) -> ConfigError:
-    return ConfigError(
-        f"The run's {what} must be the one that this site agreed to, {agreed!r}, got {asked!r}. "
-        "Change the run, or ask the site."
-    )
-
-
-def _site_data(
-    context: Context,
-    settings: TrainSettings,
-    defence: Defence,
-    number: int,
-    data: Callable[[Context], Dataset] | None,
-) -> FederatedData:
-    """Return this client's images: the site's own, or its part of the run's data set without the other clients'."""
-    node = context.node_config
-    root = Path(str(node["data-root"])) if "data-root" in node else None
-    aux = load_dataset(settings.aux, root) if settings.aux else None
-    if data is None and "data" not in node:
-        return deal(load_dataset(settings.dataset, root), settings, defence, aux).only(number, number, settings.clients)
-    own = data(context) if data is not None else load_dataset(str(node["data"]), root)
-    marks = str(node.get("sensitive", settings.sensitive))
-    return federate(own, "iid", 1, marks, settings.seed, aux, (), defence.aux_labels).only(0, number, settings.clients)
-
-
-def _refuse_other_data(path: Path, found: str) -> None:
-    """Raise if a site's images are not those that its training began with: its private state was made from them."""
-    if not path.exists():
-        write_atomic(path, found.encode(), mode=0o600)
-    elif path.read_text() != found:
-        raise RunFolderError(
-            "A site must keep the images that its training began with, got others. Restore them; or, to begin with "
-            f"new keys, empty {path.parent} and put an empty file begin-anew there."
-        )
-
-
 def _answering(
-    work: Callable[[_Site, RecordDict], RecordDict], data: Callable[[Context], Dataset] | None
+    work: Callable[[Site, RecordDict], RecordDict], data: Callable[[Context], Dataset] | None
 ) -> Callable[[Message, Context], Message]:
-    """Return the function that Flower calls. It answers with errors too; of unexpected ones only the class is sent."""
+    """Return the function that Flower calls. It answers errors with their code; the text stays in the site's log."""
 
     def answer(message: Message, context: Context) -> Message:
         try:
-            with single_thread():
-                return Message(work(_open_site(context, data), message.content), reply_to=message)
-        except GradveilError as error:
-            LOG.error("%s", error)
-            kind, text = type(error).__name__, str(error)
+            with single_thread(), open_site(context, data) as site:
+                return Message(work(site, message.content), reply_to=message)
         except Exception as error:  # its text may hold private values
-            LOG.exception("The site failed.")
-            kind, text = "", f"{type(error).__name__} at the site; its log has the rest."
-        number = str(context.node_config.get("partition-id"))
-        failure = ConfigRecord({"kind": kind, "message": text, "number": number})
-        return Message(RecordDict({"error": failure}), reply_to=message)
+            LOG.exception("The site sent nothing.")
+            number = context.node_config.get("partition-id")
+            failure = ConfigRecord({"code": code_of(error), "number": number if isinstance(number, int) else -1})
+            return Message(RecordDict({"error": failure}), reply_to=message)
 
     return answer
 
 
-def _introduce(site: _Site, content: RecordDict) -> RecordDict:
+def _introduce(site: Site, content: RecordDict) -> RecordDict:
     marked = site.data.count("sensitive", None)
     return _facts({"number": site.number, "images": len(site.data.train), "sensitive": marked})
 
 
-def _train(site: _Site, content: RecordDict) -> RecordDict:
-    devices, number = site.devices(content), config(content, "round")["number"]
-    if last := config(content, "before")["trained"]:
-        devices.require_state(site.number, last)
-    received = devices.net.shared_vector(tensors(content.array_records["model"]))
-    public, lr = tensors(content.array_records["public"]), config(content, "step")["lr"]
+def _train(site: Site, content: RecordDict) -> RecordDict:
+    """Answer a round: train, or give the stored answer if the server repeats the very same request."""
+    number, lr = _round_and_rate(site, content)
+    devices = site.devices(content)
+    model, public = _received(devices, content), _public(devices, content)
+    weights = weights_digest(model)
+    request = digest(number, lr, weights, weights_digest(public))
+    book = site.book.ledger
+    if book.run(site.run).repeats(number, request) and site.answer_path.exists():
+        return _stored(site.answer_path)
+    site.require_state(devices, content)
+    begun = book.with_run(site.run, book.run(site.run).begin(number, request))
+    if begun.updates > site.policy.max_rounds:
+        raise refused("rounds", f"This site sends {site.policy.max_rounds} updates in all, which are used up.")
+    site.book.write(begun)
+    with _logged_alarms() as alarms:
+        vector = devices.net.shared_vector(model)
+        played = devices.train(site.number, Broadcast(vector, lr, number, public))
+    _store(site.answer_path, played.update, len(alarms), played.reports if site.policy.reports else {})
+    site.book.write(begun.with_run(site.run, begun.run(site.run).answer(weights)))
+    return _stored(site.answer_path)
+
+
+@contextmanager
+def _logged_alarms() -> Iterator[list[str]]:
+    """Collect what the tripwire announces within the ``with`` block, for this site's log only."""
     with warnings.catch_warnings(action="ignore", category=TripwireWarning), hearing() as alarms:
-        played = devices.train(site.number, Broadcast(received, lr, number, public))
+        yield alarms
     for alarm in alarms:
         LOG.warning("%s", alarm)
-    update, told = played.update, played.reports if site.tells_reports else {}
-    answer = _facts({
+
+
+def _round_and_rate(site: Site, content: RecordDict) -> tuple[int, float]:
+    """Return a round's number and rate. Raise unless they are those that the run's settings announce."""
+    try:
+        round_number = whole(read_config(content, "round"), "number", 1, site.settings.rounds)
+    except MessageError as error:
+        raise refused("round", str(error)) from error
+    lr = finite(read_config(content, "step"), "lr")
+    agreed = learning_rate(site.settings, round_number)
+    if lr != agreed or lr > site.policy.max_rate:
+        raise refused("rate", f"The learning rate of round {round_number} must be {agreed:g}, got {lr:g}.")
+    return round_number, lr
+
+
+def _received(devices: Devices, content: RecordDict) -> dict[str, Tensor]:
+    """Return the model that the server sent, which must fit the network and be finite."""
+    net = devices.net
+    model = read_arrays(content, "model", net.shared_tensors(net.values[net.shared]), 0)
+    if not all(bool(tensor.isfinite().all()) for tensor in model.values()):
+        raise MessageError("A received model must be finite, got NaN or infinity.")
+    return model
+
+
+def _public(devices: Devices, content: RecordDict) -> dict[str, Tensor]:
+    return read_arrays(content, "public", None, MOST_PUBLIC * len(devices.net.values) + 1024)
+
+
+def _store(path: Path, update: Update, alarms: int, reports: Mapping[str, float]) -> None:
+    """Save an answer before it is sent. Raise if the update is not finite, as the server would not use it."""
+    tensors = {f"tensors.{name}": tensor for name, tensor in update.tensors.items()}
+    tensors |= {f"buffers.{name}": tensor for name, tensor in update.buffers.items()}
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        raise DivergedError("The update must be finite, got NaN or infinity. Lower the learning rate.")
+    facts = {
         "images": update.num_examples,
         "alarms": alarms,
-        "report-names": list(told),
-        "report-values": list(told.values()),
-    })  # fmt: skip
-    answer["tensors"], answer["buffers"] = ArrayRecord(dict(update.tensors)), ArrayRecord(dict(update.buffers))
+        "report-names": list(reports),
+        "report-values": [value if math.isfinite(value) else 0.0 for value in reports.values()],
+    }
+    make_folder(path.parent, 0o700)
+    save_tensors(path, tensors, {"facts": json.dumps(facts)}, mode=0o600)
+
+
+def _stored(path: Path) -> RecordDict:
+    """Return the answer that was saved last."""
+    tensors, answer = load_tensors(path), _facts(parse_json(read_metadata(path)["facts"]))
+    for kind in ("tensors", "buffers"):
+        some = {key.removeprefix(f"{kind}."): t for key, t in tensors.items() if key.startswith(f"{kind}.")}
+        answer[kind] = ArrayRecord(some)
     return answer
 
 
-def _score(site: _Site, content: RecordDict) -> RecordDict:
-    devices, number = site.devices(content), config(content, "round")["number"]
-    received = devices.net.shared_vector(tensors(content.array_records["model"]))
-    asked = config(content, "requests")
-    if (last := config(content, "before")["trained"]) and any(asked["own"]):
-        devices.require_state(site.number, last)
-    scores = []
-    for images, own in zip(asked["images"], asked["own"], strict=True):
-        request = ScoreRequest(images, site.number if own else None)
-        parts = (devices.score(request, start, number, received) for start in chunks(site.data, request))
-        scores.append(sum(parts, Score()))
-    public = [score if images == "test" else Score() for images, score in zip(asked["images"], scores, strict=True)]
+def _score(site: Site, content: RecordDict) -> RecordDict:
+    """Give the scores that this site agrees to; in place of each other one, the code that says why not."""
+    devices = site.devices(content)
+    after = whole(read_config(content, "round"), "number", 0, MOST_ROUNDS)
+    model, asked = _received(devices, content), read_config(content, "requests")
+    images, own = listed(asked, "images", str, MOST_REQUESTS), listed(asked, "own", bool, MOST_REQUESTS)
+    if len(images) != len(own):
+        raise MessageError("Requests must have as many kinds of images as owners, got other numbers.")
+    if any(own):
+        site.require_state(devices, content)
+    given, scores = list[str](), list[Score]()
+    for kind, mine in zip(images, own, strict=True):
+        try:
+            scores.append(_one_score(site, devices, ScoreRequest(kind, site.number if mine else None), after, model))
+            given.append("exact" if kind == "test" else "noised")
+        except RefusedError as error:
+            LOG.info("%s", error)
+            scores.append(Score())
+            given.append(error.code)
     return _facts({
+        "given": given,
         "correct": [score.correct for score in scores],
         "loss-sum": [score.loss_sum for score in scores],
         "count": [score.count for score in scores],
-        "classes": [len(score.class_count) for score in public],
-        "class-correct": [number for score in public for number in score.class_correct],
-        "class-count": [number for score in public for number in score.class_count],
+        "classes": [len(score.class_count) for score in scores],
+        "class-correct": [number for score in scores for number in score.class_correct],
+        "class-count": [number for score in scores for number in score.class_count],
     })  # fmt: skip
 
 
-def run_settings(context: Context) -> TrainSettings:
-    """Return the settings of the run, from Flower's run config."""
-    return make_train_settings({key: v for key, v in context.run_config.items() if key not in SERVER_KEYS})
+def _one_score(site: Site, devices: Devices, request: ScoreRequest, after: int, model: Tensors) -> Score:
+    """Return a score as it leaves the site: from the ledger if it was given before, otherwise computed and noted."""
+    require_allowed(site.policy, request, has_private=devices.net.has_private)
+    ledger, weights = site.book.ledger, weights_digest(model)
+    key = f"{weights} {request.images} {request.client}"
+    record = ledger.run(site.run)
+    if key in record.scores:
+        return record.scores[key]
+    admitted = record.admit(after, weights)
+    ledger = ledger.with_run(site.run, admitted)
+    site.book.write(ledger)  # before anything is computed, so that a failure does not admit other weights
+    vector = devices.net.shared_vector(model)
+    if request.images != "test":
+        with _logged_alarms():
+            devices.inspect(site.number, after, vector)
+    parts = (devices.score(request, start, after, vector) for start in chunks(site.data, request))
+    score, spent = as_given(site.policy, ledger, request.images, sum(parts, Score()))
+    site.book.write(spent.with_run(site.run, admitted.with_score(key, score)))
+    return score
 
 
 def _facts(values: dict[str, Any]) -> RecordDict:
     return RecordDict({"facts": ConfigRecord(values)})
-
-
-def config(content: RecordDict, name: str) -> dict[str, Any]:
-    """Return a message's record of plain values."""
-    return dict(content.config_records[name])
-
-
-def tensors(arrays: ArrayRecord) -> dict[str, Tensor]:
-    """Return a message's record of tensors by name."""
-    return dict(arrays.to_torch_state_dict())

@@ -3,20 +3,23 @@
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from torch import Tensor
 
-from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml
+from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml, values_to_toml
 from gradveil.data import Dataset
 from gradveil.data.federated import FederatedData
 from gradveil.errors import ConfigError, DataError, RunFolderError
-from gradveil.storage import load_tensors, read_metadata, save_tensors, write_atomic
+from gradveil.limits import LONGEST_TEXT, parse_json, read_bytes
+from gradveil.rows import COLUMNS, Schema
+from gradveil.storage import load_tensors, make_folder, read_metadata, save_tensors, write_atomic
 from gradveil.validate import is_file
 
 try:
@@ -51,8 +54,8 @@ class RunFolder:
 
     def __enter__(self) -> "RunFolder":
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("wb")
+            make_folder(self.path)
+            self._lock = os.fdopen(os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT, 0o644), "wb")
             if fcntl is not None:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -95,7 +98,7 @@ class RunFolder:
         self._check_same_run(settings)
         self._identity = {"data": fingerprint, "settings": settings_hash(settings)}
         checkpoint = self._load()
-        for part in self.path.glob(".*.part"):  # left by a write that was killed
+        for part in self.path.rglob(".*.part"):  # left by a write that was killed
             part.unlink(missing_ok=True)
         write_atomic(self.path / "settings.toml", to_toml(settings))
         rows = checkpoint.rows if checkpoint else []
@@ -123,7 +126,9 @@ class RunFolder:
             ) from error
         tensors = {f"model.{name}": tensor for name, tensor in model.items()}
         tensors |= {f"server.{key}": tensor for key, tensor in server_state.items()}
-        save_tensors(self.path / "checkpoint.safetensors", tensors, {"round": str(number), **self._identity})
+        kept = {key: value for key, value in row.items() if key != "seconds"}  # the same run gives the same checkpoint
+        facts = {"round": str(number), "row": json.dumps(kept, allow_nan=False), **self._identity}
+        save_tensors(self.path / "checkpoint.safetensors", tensors, facts)
 
     def _check_same_run(self, settings: TrainSettings) -> None:
         saved = self.saved_settings()
@@ -135,12 +140,12 @@ class RunFolder:
                 f"rounds must be at least the {begun.rounds} that {self.path} was begun with, got {settings.rounds}."
             )
         now = asdict(settings)
-        before = asdict(begun) | {key: now[key] for key in ("rounds", "save_rounds", "tripwire")}
+        before = asdict(begun) | {key: now[key] for key in ("rounds", "save_rounds", "tripwire", "bad_answers")}
         changed = [f"{key} = {now[key]!r} (was {before[key]!r})" for key in now if now[key] != before[key]]
         if changed:
             raise RunFolderError(
-                f"A resumed run must keep its settings (rounds may grow, save_rounds and tripwire may change), got "
-                f"{'; '.join(changed)} in {self.path}. Leave those options out, or choose another --out."
+                "A resumed run must keep its settings (rounds may grow; save_rounds, tripwire and bad_answers may "
+                f"change), got {'; '.join(changed)} in {self.path}. Leave those options out, or choose another --out."
             )
 
     def _load(self) -> Checkpoint | None:
@@ -163,14 +168,16 @@ class RunFolder:
             number,
             {key.removeprefix("model."): t for key, t in tensors.items() if key.startswith("model.")},
             {key.removeprefix("server."): t for key, t in tensors.items() if key.startswith("server.")},
-            _read_rows(self.path / "rows.jsonl", number),
+            _read_rows(self.path / "rows.jsonl", number, facts.get("row", "")),
         )
 
 
 def settings_hash(settings: TrainSettings) -> str:
     """Return a short hash of all settings, except those that may change in a run as they do not change the weights."""
-    kept = replace(settings, rounds=0, save_rounds=(), tripwire="off")
-    return hashlib.blake2b(to_toml(kept), digest_size=16).hexdigest()
+    kept = asdict(settings) | {"rounds": 0, "save_rounds": (), "tripwire": "off"}
+    for key in ("bad_answers", "aggregation", *["canaries"] * (not settings.canaries)):
+        del kept[key]
+    return hashlib.blake2b(values_to_toml(kept), digest_size=16).hexdigest()
 
 
 def fingerprint(dataset: Dataset | FederatedData, files: Iterable[str]) -> str:
@@ -192,23 +199,45 @@ def to_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
 
 
-def _read_rows(path: Path, last: int) -> list[dict[str, Any]]:
-    """Return the rows up to a round; later ones belong to a round that did not finish, and may be incomplete."""
+def _read_rows(path: Path, last: int, newest: str) -> list[dict[str, Any]]:
+    """Return the rows up to a round; later ones belong to a round that did not finish, and may be incomplete.
+
+    A damaged file is repaired: whole rows are kept, and a warning tells which rounds have none.
+
+    Args:
+        path: the file of rows.
+        last: the checkpoint's round.
+        newest: the row of that round as the checkpoint has it, or "" in checkpoints of earlier versions.
+    """
     rows: list[dict[str, Any]] = []
     try:
-        lines = path.read_bytes().splitlines() if path.exists() else []
+        lines = read_bytes(path, LONGEST_TEXT).splitlines() if path.exists() else []
     except OSError as error:
         raise DataError(f"{path} must be a file of rows, got: {error}.") from error
     for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        number = row.get("round") if isinstance(row, dict) else None
-        if not isinstance(number, int) or number > last or "accuracy" not in row:
-            break
-        rows.append(row)
-    numbers = [row["round"] for row in rows]
-    if numbers not in (list(range(1, last + 1)), list(range(last + 1))):  # from 0 if it began without rounds
-        raise DataError(f"{path} must have a row for each of the {last} finished rounds, got rounds {numbers[:9]}.")
+        row = _whole_row(line)
+        if row is not None and (rows[-1]["round"] + 1 if rows else 0) <= row["round"] <= last:
+            rows.append(row)
+    kept = _whole_row(newest.encode())
+    if kept is not None and (not rows or rows[-1]["round"] < last == kept["round"]):
+        rows.append(kept)
+    lost = sorted({*range(1, last + 1)} - {row["round"] for row in rows})
+    if lost:
+        warnings.warn(
+            f"{path} was damaged, and was repaired: its whole rows are kept, and the figures of "
+            f"round{'s' * (len(lost) > 1)} {', '.join(map(str, lost[:9]))}{', ...' * (len(lost) > 9)} are lost. "
+            "The checkpoint is whole, and the run continues from it.",
+            stacklevel=2,
+        )
     return rows
+
+
+def _whole_row(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a round in a line, or None if the line is damaged."""
+    try:
+        row = parse_json(line)
+        Schema(COLUMNS).check("round", row)
+    except (ValueError, TypeError, AttributeError):
+        return None
+    number = row.get("round") if isinstance(row, dict) else None
+    return row if isinstance(number, int) and not isinstance(number, bool) and "accuracy" in row else None

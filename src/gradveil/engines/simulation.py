@@ -14,13 +14,15 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.federated import FederatedData, federate
 from gradveil.defences import Defence, build_defence
-from gradveil.engines.devices import defended, is_private, local_settings, make_network, refuse_in_part
+from gradveil.engines.canaries import Canaries
+from gradveil.engines.devices import defended, is_private, make_network, refuse_in_part
 from gradveil.engines.in_process import InProcess
-from gradveil.engines.training import Row, Training
+from gradveil.engines.training import Row, Training, single_thread
 from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError
 from gradveil.federated.client import check_trainable
 from gradveil.federated.flat import FlatModel
+from gradveil.federated.protocol import Protocol
 from gradveil.federated.server import Engine, Round, last_rounds, learning_rate
 from gradveil.models.base import Normalisation, parse_normalisation
 from gradveil.storage import PrivateFolder
@@ -79,6 +81,7 @@ class Simulation(Training):
         normalisation = chosen_normalisation(settings.normalise, self.dataset)
         build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation))
         net = server_network(settings, defence, build_network, shape, num_classes)
+        self._canaries = Canaries.beside(settings, defence, net, self.data.sizes, shape) if settings.canaries else None
         self._stack = ExitStack()
         folder = clients_folder or Path(self._stack.enter_context(TemporaryDirectory(prefix="gradveil-clients-")))
         self._clients = folder
@@ -94,7 +97,10 @@ class Simulation(Training):
 
     def resume(self, model: Mapping[str, Tensor], server_state: Mapping[str, Tensor], done: int = 0) -> None:
         """Continue from a checkpoint. Raise if a client that trained has lost its keys since."""
-        super().resume(model, server_state, done)
+        state = dict(server_state)
+        if self._canaries is not None:
+            self._canaries.resume(state)
+        super().resume(model, state, done)
         if not self.net.has_private:
             return
         for client, last in sorted(last_rounds(self.settings, self.defence, self.sizes, done).items()):
@@ -113,9 +119,19 @@ class Simulation(Training):
     def step(self, number: int) -> tuple[Row, Round]:
         """Play one round, move the global model and evaluate it; record the round if it is tapped."""
         row, played = super().step(number)
+        if self._canaries is not None:
+            with single_thread():
+                self._canaries.play(played, self.server_state, self.data.client(0).to(self.settings.device))
+            if number == self.settings.rounds:
+                row |= self._canaries.figures()
         if self._tap is not None:
             self._tap.arrived(played, self.net.module, learning_rate(self.settings, number))
         return row, played
+
+    @property
+    def checkpoint(self) -> dict[str, Tensor]:
+        """Return the server's own state, and that of the canaries."""
+        return super().checkpoint | ({} if self._canaries is None else self._canaries.tensors())
 
     def __enter__(self) -> "Simulation":
         return self
@@ -129,6 +145,11 @@ class Simulation(Training):
 def check_choices(settings: TrainSettings, defence: Defence) -> None:
     """Raise if settings contradict the defence."""
     refuse_in_part(defence, settings)
+    if settings.aggregation == "secure" and defence.overrides("on_server"):
+        raise ConfigError(
+            f"aggregation must be none for defence {defence.spec!r}, whose server works on single updates, got "
+            "'secure'. Drop --aggregation."
+        )
     if settings.aux and not defence.uses_aux:
         raise ConfigError(f"aux is for defences that use public images, got it with {defence.spec!r}. Drop --aux.")
 
@@ -169,7 +190,7 @@ def server_network(
     check_output(module, shape, num_classes, device)
     defence.check(module, shape)
     if settings.rounds:
-        check_trainable(module, defence, local_settings(settings))
+        check_trainable(module, defence, Protocol.of(settings).local)
     return FlatModel(module, is_private(module, defence, settings))
 
 
@@ -198,6 +219,8 @@ def num_workers(asked: int | None, tasks: int) -> int:
         raise ConfigError(f"workers must be at least 0, got {asked}.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(cores if asked is None else asked, tasks)
+    if os.name != "posix":
+        return 0  # see `gradveil.engines.shared_file`
     return count if count > 1 or asked else 0
 
 

@@ -13,16 +13,18 @@ from torch import Tensor
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset
 from gradveil.defences import Defence
-from gradveil.engines.devices import local_settings
 from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
 from gradveil.engines.tripwire import hearing
 from gradveil.errors import DivergedError, RunFolderError
+from gradveil.federated.client import Score
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.learning import at_chance, several
-from gradveil.federated.server import Engine, Round, ScoreRequest, learning_rate, play_round
+from gradveil.federated.protocol import Protocol
+from gradveil.federated.server import Engine, Round, ScoreRequest, learning_rate, naming_the_largest, play_round
 from gradveil.registry import own_files
 from gradveil.rows import COLUMNS, Schema
 from gradveil.storage import save_tensors, write_atomic
+from gradveil.types import Update
 
 MOST_PERSONAL = 200
 """At most this many clients with their own models are scored on all test images at the end."""
@@ -68,6 +70,11 @@ class Training:
         self.model = {name: model[name].to(self.net.values) for name in self.model}
         self.server_state = dict(server_state)
 
+    @property
+    def checkpoint(self) -> dict[str, Tensor]:
+        """Return everything beside the model that a later round needs."""
+        return dict(self.server_state)
+
     def run(self, first: int = 1, on_round: Callable[[Round], None] = lambda _: None) -> Iterator[Row]:
         """Play the rounds from ``first`` on and yield a row after each. Without rounds, only evaluate."""
         if self.settings.rounds == 0:
@@ -95,7 +102,8 @@ class Training:
         self.model = played.model
         seconds = self.clock() - started
         due = number % self.settings.eval_every == 0 or number == self.settings.rounds
-        figures = self._evaluate(number, played.clients) if due else dict.fromkeys(_FIGURES)
+        with naming_the_largest(number, played.norms):
+            figures = self._evaluate(number, played.clients) if due else dict.fromkeys(_FIGURES)
         row: Row = {
             "kind": "round",
             "round": number,
@@ -106,6 +114,8 @@ class Training:
         }
         if self.settings.tripwire != "off":
             row["tripwire_warnings"] = len(alarms)  # clients that found a trap
+        if played.dropped:
+            row["dropped"] = list(played.dropped.values())  # each reason names its client
         if self.defence.reports:
             row["reports"] = {n: v if math.isfinite(v) else None for n, v in sorted(played.reports.items())}
         Schema(COLUMNS).check("round", row)
@@ -115,7 +125,7 @@ class Training:
         """Return one row per client: its size, and its model's accuracy on its own training images and on test images.
 
         If clients have private tensors, each has its own model; then test images are scored for the first
-        `MOST_PERSONAL` clients only.
+        `MOST_PERSONAL` clients only. A real site gives the scores that it agreed to; the others are None.
         """
         everyone = range(self.settings.clients)
         personal = everyone[:MOST_PERSONAL] if self.net.has_private else range(0)
@@ -123,13 +133,15 @@ class Training:
         asked = [ScoreRequest("own", client) for client in everyone] + asked
         with single_thread():
             scores = self.engine.score(round_number, asked, self.model)
-        own, test = scores[: len(everyone)], [score.accuracy for score in scores[len(everyone) :]]
+        own, test = (
+            [_accuracy(score) for score in some] for some in (scores[: len(everyone)], scores[len(everyone) :])
+        )
         others = None if personal else test[0]
         return [
             {
                 "client": client,
                 "images": self.sizes[client],
-                "accuracy_own": own[client].accuracy,
+                "accuracy_own": own[client],
                 "accuracy_test": test[client] if client < len(personal) else others,
             }
             for client in everyone
@@ -146,11 +158,15 @@ class Training:
         requests += [ScoreRequest("sensitive", view) for view in views] if self._has_sensitive else []
         requests += [ScoreRequest("test")] if views != (None,) else []
         scores = self.engine.score(number, requests, self.model)
-        test, rest = scores[: len(views)], scores[len(views) :]
+        test, rest = [score for score in scores[: len(views)] if score.count], scores[len(views) :]
+        figures: dict[str, float | None] = dict.fromkeys(_FIGURES)
+        if views != (None,):
+            figures["accuracy_server"] = scores[-1].accuracy
+        if not test:  # no site gave a score
+            return figures
         loss = sum(score.loss for score in test) / len(test)
         if not math.isfinite(loss):
             raise DivergedError(f"The test loss must stay finite, got {loss}: the training diverged. Lower --lr.")
-        figures: dict[str, float | None] = dict.fromkeys(_FIGURES)
         figures["accuracy"] = sum(score.accuracy for score in test) / len(test)
         figures["accuracy_balanced"] = _mean([score.balanced for score in test])
         figures["accuracy_majority"] = _mean([score.majority for score in test])
@@ -158,8 +174,6 @@ class Training:
         if self._has_sensitive:
             marked = [score.accuracy for score in rest[: len(views)] if score.count]  # a real site scores its own only
             figures["accuracy_sensitive"] = sum(marked) / len(marked) if marked else None
-        if views != (None,):
-            figures["accuracy_server"] = scores[-1].accuracy
         return figures
 
 
@@ -190,7 +204,7 @@ def record(
             number = int(str(row["round"]))
             if several(number, settings.rounds) and at_chance(row, dataset.test.labels):
                 row["at_chance"] = True
-            folder.commit(number, row, training.model, training.server_state)
+            folder.commit(number, row, training.model, training.checkpoint)
             rows.append(row)
             progress(number, row, "training")
     progress(settings.rounds, rows[-1], "scoring clients")
@@ -205,7 +219,7 @@ def _save_round(out: Path, played: Round, settings: TrainSettings) -> None:
     if played.number not in settings.save_rounds:
         return
     folder = out / "rounds" / f"{played.number:06d}"
-    how = local_settings(settings)
+    how = Protocol.of(settings).local
     facts = {
         "round": str(played.number),
         "model": settings.model,
@@ -221,8 +235,11 @@ def _save_round(out: Path, played: Round, settings: TrainSettings) -> None:
         "normalise": settings.normalise,
     }
     save_tensors(folder / "model.safetensors", played.received, facts)
-    for client, update in played.sent.items():
-        own = {"client": str(client), "num_examples": str(update.num_examples), "buffers": ",".join(update.buffers)}
+    seen: Mapping[str, Update] = {str(client): update for client, update in played.sent.items()}
+    if settings.aggregation == "secure":
+        seen = {str(client): played.sent[client] for client in played.early} | {"mean": played.mean}
+    for client, update in seen.items():
+        own = {"client": client, "num_examples": str(update.num_examples), "buffers": ",".join(update.buffers)}
         save_tensors(folder / f"update-{client}.safetensors", {**update.tensors, **update.buffers}, facts | own)
 
 
@@ -238,6 +255,10 @@ def single_thread() -> Iterator[None]:
 
 
 _FIGURES = ("accuracy", "accuracy_balanced", "accuracy_majority", "loss", "accuracy_sensitive", "accuracy_server")
+
+
+def _accuracy(score: Score) -> float | None:
+    return score.accuracy if score.count else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

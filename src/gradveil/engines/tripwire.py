@@ -33,6 +33,14 @@ check                  points to     alarm, and the values of honest layers
 ``isolated-cells``     imprint       Alarm: differences of two rows of the gradient contain a single image, for three or
                                      more images. Honest: later layers weight each row differently, so two rows
                                      activated by six images each do not agree on all images but one.
+``ramp``               imprint       Alarm: an activation is constant for low and for high responses of a row to the
+                                     client's images, with at most 1/8 of the images between (one-shot imprint: the row
+                                     reads these images); in half of a layer's rows or more. Honest: a ReLU is constant
+                                     on one side only. A Hardtanh or ReLU6 that saturates raises a false alarm.
+``twin-rows``          imprint       Alarm: two rows with proportional responses (correlation 0.999) become active at
+                                     different thresholds, and their gradients are proportional for all images that
+                                     activate both, so that their difference reads the images between. Honest: copies of
+                                     a row have equal thresholds, and other rows outgoing weights of their own.
 ``not-agreed``         any           Alarm: layers, parameters or shapes differ from those of the agreed network.
 =====================  ============  ===================================================================================
 
@@ -43,9 +51,11 @@ Does not find: a server that knows these bounds and stays below them, which most
 trained to leak (SEER), or that single out a class or a feature (fishing), since they look like honest weights; anything
 that an honest-but-curious server does; layers other than Linear and Conv2d; convolutions that only pass the image on;
 noisy rows in a convolution with few large patches (a convolution with a single output pixel is treated as a Linear);
-one or two rows, which suffice for a batch of one image. The checks for single images need at least 32 images and four
-per class, since with fewer images honest rows raise them too. Expect false alarms for quantised weights, and for
-weights that are standardised so that every row sums to 0.
+a single ReLU row that few images activate, which suffices for one image of a batch: trained honest layers have such
+rows too. ``ramp`` needs the next layer to receive the activation's output directly. The checks for single images need
+at least 32 images and four per class, since with fewer images honest rows raise them too. Expect false alarms for
+quantised weights, for weights that are standardised so that every row sums to 0, and for layers whose Hardtanh or ReLU6
+saturates: such an honest layer reads narrow bins too.
 
 Reference: Fowl et al. 2022 (imprint), https://arxiv.org/abs/2110.13057; Boenisch et al. 2023 (trap weights),
 https://arxiv.org/abs/2112.02918. The checks are our own; benchmarks/tripwire.py measures them.
@@ -55,7 +65,7 @@ import copy
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -67,6 +77,7 @@ from torch import Tensor, nn
 
 from gradveil.attacks.base import Attack, Scene
 from gradveil.defences.base import Client
+from gradveil.engines.one_bin import ramps, twins
 from gradveil.errors import TripwireError
 from gradveil.networks.watch import LayerCall, watch
 from gradveil.types import Batch
@@ -92,6 +103,8 @@ CHANCE = 1e-6
 """Probability of a false alarm per honest layer, for checks whose distribution is known."""
 LOG_UNIFORM = 1 / math.log(1000)
 WINDOWS = (0.05, 0.2)
+RAMPS = 0.5
+"""Share of a layer's rows that are narrow ramps for an alarm."""
 MOST_IMAGES, MOST_ROWS = 256, 512
 """Largest number of images whose responses are checked, and of gradient rows compared in pairs; evenly spaced."""
 FEW_IMAGES, USUAL_PIXELS = 64, 3 * 32 * 32
@@ -202,12 +215,15 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
     found = [] if agreed is None else list(_not_agreed(network, agreed))
     some = _some(data, _most(data))
     few = _enough(some)
-    for call in _look(network, some)[0]:
+    calls, learnt = _look(network, some)
+    for call in calls:
         rows = call.layer.weight.detach().flatten(1)  # (rows, entries)
         group = _parallel_weights(rows, CORRELATION) if call.inputs is None else _most_parallel(rows, call)
         if len(group) >= FEWEST_ROWS:
             found.append(_parallel(call.name, group, len(rows)))
             found += _ladder(call, group)
+        else:
+            found += _one_bin(call, learnt)
         others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, group.cpu(), len(group) < FEWEST_ROWS)
         found += _traps(call.name, rows[others.to(rows.device)])
         if call.outputs is not None and len(some) >= few:
@@ -228,7 +244,7 @@ def check_update(network: nn.Module, batch: Batch) -> list[Finding]:
     for call in calls:
         if call.slopes is None:
             continue
-        parts = F.normalize(call.slopes[learnt].double(), dim=1, eps=1e-100)  # (images, rows)
+        parts = _parts(call.slopes, learnt)
         if len(parts) >= _enough(batch):
             found += _single(call.name, _alone(parts), "isolated-rows", "of the gradient come from one image only")
         images = _isolated_by_differences(parts)
@@ -253,13 +269,20 @@ class _Call:
     inputs: Tensor | None  # (N, entries)
     outputs: Tensor | None  # (N, rows)
     slopes: Tensor | None  # (N, rows), gradient of each image's own loss by the outputs
+    passed: Tensor | None = (
+        None  # (N, rows), what the next layer receives of the outputs, or None if it differs in size
+    )
+
+
+_Met = tuple[Tensor | None, Tensor]
+"""The input of a layer's rows, or None if they are applied at several positions, and its output."""
 
 
 def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
     """Return the calls of all Linears and convolutions but the output layer, and (N,) whether an image has any loss."""
     model = copy.deepcopy(network).eval().requires_grad_(False)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
-    met: dict[str, tuple[Tensor | None, Tensor]] = {}
+    met: dict[str, _Met] = {}
 
     def keep(call: LayerCall) -> Tensor | None:
         layer = layers[call.name]
@@ -276,14 +299,21 @@ def _look(network: nn.Module, batch: Batch) -> tuple[list[_Call], Tensor]:
     flat = {name: pair for name, pair in met.items() if name != last and pair[0] is not None}
     slopes = torch.autograd.grad(loss, [result, *(output for _, output in flat.values())], allow_unused=True)
     by_name = {name: None if slope is None else slope.flatten(1) for name, slope in zip(flat, slopes[1:], strict=True)}
+    after = dict(zip(met, [*met.values()][1:], strict=False))  # the layer that runs next
     calls = [
-        _Call(name, layer, flat[name][0], flat[name][1].detach().flatten(1), by_name[name])
+        _Call(name, layer, flat[name][0], flat[name][1].detach().flatten(1), by_name[name], _passed(name, met, after))
         if name in flat
         else _Call(name, layer, None, None, None)
         for name, layer in layers.items()
         if name != last
     ]
     return calls, slopes[0].ne(0).any(1)
+
+
+def _passed(name: str, met: Mapping[str, _Met], after: Mapping[str, _Met]) -> Tensor | None:
+    """Return the input of the layer that runs after the named one, if it has the size of this layer's output."""
+    received = after[name][0] if name in after else None
+    return received if received is not None and received.shape == met[name][1].flatten(1).shape else None
 
 
 def _is_result(output: Tensor, result: Tensor) -> bool:
@@ -398,6 +428,29 @@ def _ladder(call: _Call, group: Tensor) -> list[Finding]:
         f"{len(group)} parallel rows divide {len(patterns)} images into {len(sizes)} cells, {alone} with one image."
     )
     return [Finding("bias-ladder", call.name, "imprint", len(sizes) / len(patterns), sentence)]
+
+
+def _one_bin(call: _Call, learnt: Tensor) -> Iterator[Finding]:
+    """Yield findings of rows that read a single bin of the images; ``learnt`` (N,) are the images with any loss."""
+    if call.outputs is None or call.inputs is None:
+        return
+    flat = ramps(call.outputs, call.passed) if call.passed is not None else []
+    count = len(call.layer.weight)
+    if flat and len(flat) >= RAMPS * count:
+        sentence = (
+            f"{len(flat)} of {count} rows are constant for low and for high responses, and few images lie between."
+        )
+        yield Finding("ramp", call.name, "imprint", len(flat) / count, sentence)
+    if call.slopes is not None:
+        parts = _parts(call.slopes, learnt)
+        for first, second in twins(call.inputs[learnt], call.outputs[learnt], parts)[:1]:
+            sentence = f"rows {first} and {second} differ in their thresholds; so their gradients differ by one bin."
+            yield Finding("twin-rows", call.name, "imprint", 2 / count, sentence)
+
+
+def _parts(slopes: Tensor, learnt: Tensor) -> Tensor:
+    """Return the share of each image that has any loss in each row of the gradient; its norm over the rows is 1."""
+    return F.normalize(slopes[learnt].double(), dim=1, eps=1e-100)  # (images, rows)
 
 
 def _traps(name: str, rows: Tensor) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ in the order of the clients, whichever worker finishes first, so the bits do not
 
 import ctypes
 import multiprocessing
-import shutil
 import sys
 import tempfile
 import traceback
@@ -30,10 +29,12 @@ from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
 from gradveil.defences.chain import build_defence
 from gradveil.engines.devices import Devices, chunks, make_network
+from gradveil.engines.shared_file import SharedFile
 from gradveil.engines.tripwire import TripwireWarning, announce, hearing
 from gradveil.federated.client import Broadcast, Score
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.server import ScoreRequest, Sent
+from gradveil.interrupts import not_for_children
 from gradveil.models.base import Normalisation
 from gradveil.storage import to_safetensors
 from gradveil.types import Tensors, Update
@@ -97,19 +98,16 @@ class Workers:
 
     def __init__(self, blueprint: Blueprint, data: FederatedData, net: FlatModel, num_workers: int) -> None:
         self._data, self._net = data, net
-        self._scratch = tempfile.TemporaryDirectory(prefix="gradveil-", ignore_cleanup_errors=True)
-        folder = Path(self._scratch.name)
         rows, size = 1 + 2 * _AHEAD * num_workers, net.shared.stop - net.shared.start
+        vectors = np.zeros((rows, size), net.values[:0].numpy().dtype)
         try:
-            data.save(folder)
-            np.save(folder / "vectors.npy", np.zeros((rows, size), net.values[:0].numpy().dtype))
+            self._shared = SharedFile({**data.arrays(), "vectors": vectors})
         except OSError as error:
-            self._scratch.cleanup()
             raise errors.RunFolderError(
-                f"{folder} must have room for the workers' data, got: {error.strerror or error}. "
+                f"{tempfile.gettempdir()} must have room for the workers' data, got: {error.strerror or error}. "
                 "Make room, set TMPDIR to another place, or use --workers 0."
             ) from error
-        self._vectors = np.load(folder / "vectors.npy", mmap_mode="r+")
+        self._vectors = self._shared.array("vectors", writable=True)
         self._free_rows = list(range(1, rows))
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -117,8 +115,9 @@ class Workers:
         self._processes = []
         for _ in range(num_workers):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(blueprint, folder, there), daemon=True)
-            process.start()
+            process = context.Process(target=_work, args=(blueprint, self._shared, there), daemon=True)
+            with not_for_children():
+                process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
@@ -135,7 +134,7 @@ class Workers:
             if kind is not None:
                 process.terminate()
             process.join()
-        self._scratch.cleanup()
+        self._shared.close()
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
@@ -224,14 +223,14 @@ class Workers:
         )
 
 
-def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
+def _work(blueprint: Blueprint, shared: SharedFile, pipe: Connection) -> None:
     """Body of a worker process: serve tasks until the pipe closes."""
     _keep_freed_memory()
     torch.set_num_threads(1)
     sys.stdout = sys.stderr  # output of a user's model is not a result
     warnings.simplefilter("ignore", TripwireWarning)  # the parent warns
-    data = FederatedData.load(folder)
-    vectors = np.load(folder / "vectors.npy", mmap_mode="r+")
+    data = FederatedData.of_arrays(shared.array)
+    vectors = shared.array("vectors", writable=True)
     devices: Devices | None = None
     begin = _Begin(0, 0.0, b"")
     received, public = torch.empty(0), dict[str, Tensor]()
@@ -265,8 +264,8 @@ def _work(blueprint: Blueprint, folder: Path, pipe: Connection) -> None:
             except Exception:
                 result = _Failure("", traceback.format_exc())
             pipe.send((number, row, result, alarms))
-    except (EOFError, OSError):  # the parent closed the pipe, or is gone: no private image may stay behind
-        shutil.rmtree(folder, ignore_errors=True)
+    except (EOFError, OSError):  # the parent closed the pipe, or is gone
+        return
 
 
 def _build_devices(blueprint: Blueprint, data: FederatedData) -> Devices:

@@ -13,7 +13,7 @@ from gradveil.defences.base import Client, Defence
 from gradveil.defences.parts.reports import Reports
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
-from gradveil.randomness import stream
+from gradveil.secret_stream import SecretStream
 from gradveil.storage import PrivateFolder
 from gradveil.types import Batch, Tensors, Update
 
@@ -55,7 +55,7 @@ class Device:
     aux: Batch | None = None
     folder: PrivateFolder | None = None
 
-    def client(self, module: nn.Module, rng: torch.Generator) -> Client:
+    def client(self, module: nn.Module, rng: SecretStream) -> Client:
         """Return the client as hooks see it before its first round, when it has received nothing."""
         return Client(
             id=self.number,
@@ -73,7 +73,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Streams:
-    """The random streams of one client's round.
+    """The secret random streams of one client's round.
 
     Attributes:
         hooks: for the defence's hooks, `Client.rng`.
@@ -82,16 +82,16 @@ class Streams:
         layers: sets torch's global generator while the network trains, for layers that draw from it (Dropout).
     """
 
-    hooks: torch.Generator
-    order: torch.Generator
-    data: torch.Generator | None = None
+    hooks: SecretStream
+    order: SecretStream
+    data: SecretStream | None = None
     layers: AbstractContextManager[None] = field(default_factory=nullcontext)
 
     @staticmethod
     def of(seed: int, client: int, round_number: int) -> "Streams":
         """Return the streams of a client and round; ``data`` and ``layers`` keep their defaults."""
         names = (client, "round", round_number)
-        return Streams(stream(seed, "client", *names), stream(seed, "batches", *names))
+        return Streams(SecretStream(seed, "client", *names), SecretStream(seed, "batches", *names))
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def train_locally(
     defence: Defence,
     how: LocalSettings,
     lr: float,
-    order: torch.Generator,
+    order: SecretStream,
     watch: Callable[[Batch], None] | None = None,
 ) -> Update:
     """Train ``net`` from the ``received`` shared vector on ``client.data`` and return the protected update.
@@ -206,19 +206,19 @@ def _step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, how: Local
     return velocity
 
 
-def batch_positions(num_images: int, how: LocalSettings, order: torch.Generator) -> Iterator[Tensor]:
+def batch_positions(num_images: int, how: LocalSettings, order: SecretStream) -> Iterator[Tensor]:
     """Yield the positions of each batch of a round, shuffled anew in each epoch; an epoch's last may be smaller.
 
     Example:
-        >>> [len(batch) for batch in batch_positions(5, LocalSettings(batch_size=2), torch.Generator())]
+        >>> [len(batch) for batch in batch_positions(5, LocalSettings(batch_size=2), SecretStream(0))]
         [2, 2, 1]
     """
     size = how.batch_size or num_images
     if how.algorithm == "fedsgd":
-        yield torch.randperm(num_images, generator=order)[:size]
+        yield order.permutation(num_images)[:size]
         return
     for _ in range(how.epochs):
-        indices = torch.randperm(num_images, generator=order)
+        indices = order.permutation(num_images)
         for start in range(0, num_images, size):
             yield indices[start : start + size]
 

@@ -46,7 +46,7 @@ def several(number: int, rounds: int) -> bool:
 
 def warning_of(row: Mapping[str, Any], settings: TrainSettings) -> str:
     """Return what to try if the row is marked ``at_chance``, or "" if it is not."""
-    if not row.get("at_chance"):
+    if not row.get("at_chance") or row.get("loss") is None or row.get("accuracy") is None:
         return ""
     options = [f"another --lr (now {settings.lr:g})"]
     options += [f"a lower --momentum (now {settings.momentum:g})"] * (settings.algorithm != "fedsgd")

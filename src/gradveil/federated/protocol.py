@@ -1,8 +1,9 @@
 """How clients train between receiving the model and sending their update."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gradveil.config import TrainSettings
 from gradveil.defences.parts.accounting import Releases
 from gradveil.errors import ConfigError
 from gradveil.validate import in_range, one_of
@@ -71,6 +72,19 @@ class LocalSettings:
             return min(self.batch_size or num_examples, num_examples)
         return num_examples
 
+    def of_sum(self, clients: int) -> "LocalSettings":
+        """Return how one client with all images of several clients would train, to come close to their mean update.
+
+        Exact for a single step without BatchNorm. Several steps then take batches of all clients at once, while real
+        clients drift apart.
+
+        Example:
+            >>> how = LocalSettings(epochs=2, batch_size=4)
+            >>> how.num_steps(10), how.of_sum(3).num_steps(30)
+            (6, 6)
+        """
+        return replace(self, batch_size=0 if self.algorithm == "fedsgd" else self.batch_size * clients)
+
     def releases(self, num_examples: int, rounds: int = 1, entries: int = 0) -> Releases:
         """Return what a client with ``num_examples`` images releases in ``rounds`` rounds, for privacy accounting.
 
@@ -89,6 +103,10 @@ ONE_GRADIENT = LocalSettings(algorithm="fedsgd", batch_size=0, batch_norm="freez
 """One gradient of all of a client's images with BatchNorm frozen; Dropout stays on, as in any training."""
 
 
+AGGREGATIONS = ("none", "secure")
+"""What a server sees: each client's update, or only the weighted mean of a round's updates."""
+
+
 @dataclass(frozen=True)
 class Protocol:
     """How the clients of a federation make their updates, and what of them a server sees.
@@ -100,8 +118,8 @@ class Protocol:
         rounds: number of rounds, from the first on. For `observe`, which broadcasts the same weights in each of them,
             while clients draw new random numbers and keep their state: many encodings of the same images.
         images: images per client; 0 means as many as it was dealt.
-        aggregation: ``none``, if the server sees each client's update; ``secure``, if it sees only sums, is not
-            simulated yet.
+        aggregation: ``none``, if the server sees each client's update; ``secure``, if it sees only the weighted mean of
+            a round's updates. Guards send theirs in the open, so they are not part of the mean.
         taps: rounds of a training in which the server's view is kept.
     """
 
@@ -113,23 +131,41 @@ class Protocol:
     aggregation: str = "none"
     taps: tuple[int, ...] = ()
 
+    @staticmethod
+    def of(settings: TrainSettings) -> "Protocol":
+        """Return the protocol of a training; FedSGD's single step has no momentum.
+
+        The rate is that of the first round, see `gradveil.federated.server.learning_rate`.
+
+        Example:
+            >>> Protocol.of(TrainSettings(rounds=3, algorithm="fedsgd", momentum=0.9)).local.momentum
+            0.0
+        """
+        averaging = settings.algorithm == "fedavg"
+        local = LocalSettings(
+            algorithm=settings.algorithm,
+            epochs=settings.epochs,
+            batch_size=settings.batch_size,
+            momentum=settings.momentum if averaging else 0.0,
+            nesterov=settings.nesterov and averaging,
+            weight_decay=settings.weight_decay,
+            batch_norm=settings.batch_norm,
+        )
+        return Protocol(
+            local,
+            settings.lr,
+            rounds=max(settings.rounds, 1),
+            aggregation=settings.aggregation,
+            taps=settings.save_rounds,
+        )
+
     def __post_init__(self) -> None:
         in_range("lr", self.lr, 0, open_low=True)
         in_range("first_round", self.first_round, 1)
         in_range("rounds", self.rounds, 1)
         in_range("images", self.images, 0)
-        check_aggregation(self.aggregation)
+        one_of("aggregation", self.aggregation, AGGREGATIONS)
         check_taps(self.taps, self.first_round + self.rounds - 1)
-
-
-def check_aggregation(aggregation: str) -> None:
-    """Raise ConfigError unless this way to collect updates is known and can be simulated."""
-    one_of("aggregation", aggregation, ["none", "secure"])
-    if aggregation == "secure":
-        raise ConfigError(
-            "aggregation must be none for now, got 'secure': sums of several clients can't be simulated yet. "
-            "Drop --aggregation."
-        )
 
 
 def check_taps(taps: Sequence[int], rounds: int) -> None:

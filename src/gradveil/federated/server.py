@@ -1,7 +1,7 @@
 """The server's side: who trains, how updates are weighted and added, and one round from start to end."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from gradveil.config import TrainSettings
 from gradveil.defences.base import Defence, Server
 from gradveil.defences.parts.reports import mean_over_clients
-from gradveil.errors import DefenceError, DivergedError
+from gradveil.errors import DivergedError, GradveilError, MessageError
+from gradveil.federated.aggregation import Aggregate, mean_of, update_weights
+from gradveil.federated.answers import ExpectedUpdate, recover
 from gradveil.federated.client import Score
 from gradveil.randomness import stream
 from gradveil.types import Tensors, Update
@@ -22,8 +24,8 @@ class Engine(Protocol):
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
-    ) -> Iterable["Sent"]:
-        """Let clients train from ``model``; yield what each sends, in the order of ``clients``."""
+    ) -> Iterable["Sent | Missing"]:
+        """Let clients train from ``model``; yield what each sends, or why it did not, in the order of ``clients``."""
         ...
 
     def score(self, round_number: int, requests: Sequence["ScoreRequest"], model: Tensors) -> list[Score]:
@@ -39,11 +41,26 @@ class Sent:
         client: its number.
         update: the update it sent.
         reports: the numbers that its hooks recorded, by name; empty if the client keeps them.
+        expected: what the update must be after ``on_server``; None for a client on this machine, which is trusted.
     """
 
     client: int
     update: Update
     reports: Mapping[str, float] = field(default_factory=dict)
+    expected: ExpectedUpdate | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A client on another machine whose answer is not there, or can't be used.
+
+    Attributes:
+        client: its number.
+        error: why.
+    """
+
+    client: int
+    error: GradveilError
 
 
 @dataclass(frozen=True)
@@ -77,38 +94,6 @@ def last_rounds(settings: TrainSettings, defence: Defence, sizes: Sequence[int],
     return found
 
 
-def update_weights(
-    settings: TrainSettings, sizes: Sequence[int], drawn: Sequence[int], early: Sequence[int] = ()
-) -> dict[int, float]:
-    r"""Return the weight of each participating client's update: early clients always take part, others were drawn.
-
-    ``size``: :math:`n_k / \sum_{j \in S} n_j`; ``uniform``: :math:`1 / K`; ``unbiased``: :math:`p_k N / K` with
-    :math:`p_k = n_k / n`, which need not add up to one (an early client, never left to chance, has :math:`p_k`). A
-    client drawn m times counts m times.
-
-    Reference: McMahan et al. 2017 (``size``); Li et al. 2020, https://arxiv.org/abs/1907.02189, Schemes I
-    (``--sampling size-replace --weighting uniform``) and II (``--weighting unbiased``).
-
-    Example:
-        >>> update_weights(TrainSettings(clients=4, sampled=2), [10, 30, 20, 40], [0, 1])
-        {0: 0.25, 1: 0.75}
-        >>> update_weights(TrainSettings(clients=4, sampled=2, weighting="unbiased"), [10, 30, 20, 40], [0, 1])
-        {0: 0.2, 1: 0.6}
-    """
-    present = [*early, *(client for client in drawn if client not in early)]
-    times = Counter(present)
-    if not present:
-        return {}
-    if settings.weighting == "uniform":
-        return {client: count / len(present) for client, count in times.items()}
-    if settings.weighting == "unbiased":
-        factor = len(sizes) / len(drawn) / sum(sizes)
-        fixed = {client: sizes[client] / sum(sizes) for client in early}
-        return {client: fixed.get(client, count * sizes[client] * factor) for client, count in times.items()}
-    total = sum(sizes[client] for client in present)
-    return {client: count * sizes[client] / total for client, count in times.items()}
-
-
 def learning_rate(settings: TrainSettings, round_number: int) -> float:
     """Return the clients' learning rate in a round; the first round is 1.
 
@@ -121,55 +106,23 @@ def learning_rate(settings: TrainSettings, round_number: int) -> float:
     return settings.lr * settings.lr_decay ** (round_number - 1) * settings.lr_factor**passed
 
 
-class Aggregate:
-    """The running weighted sum of updates, in float64 and in a fixed order, so that the bits never vary.
-
-    Buffers are averaged: their weights are divided by ``weight_sum``, as a variance must not be extrapolated.
-    """
-
-    def __init__(self, weight_sum: float = 1.0) -> None:
-        self._share = 1 / weight_sum if weight_sum else 0.0  # no drawn client has weight: nothing moves
-        self._totals: dict[str, Tensor] = {}
-
-    def add(self, update: Update, weight: float) -> None:
-        """Add one client's update."""
-        for tensors, factor in ((update.tensors, weight), (update.buffers, weight * self._share)):
-            for name, tensor in tensors.items():
-                change = tensor.double() * factor
-                self._totals[name] = self._totals[name].add_(change) if name in self._totals else change
-
-    def apply(self, model: Tensors) -> dict[str, Tensor]:
-        """Return the model plus the sum; every tensor of the model must have been updated, and no other."""
-        if self._totals.keys() != model.keys():
-            odd = sorted(self._totals.keys() ^ model.keys())
-            raise DefenceError(
-                f"Updates must hold the shared tensors of the model after on_server, got others: {', '.join(odd[:5])}."
-            )
-        moved = {
-            name: (tensor.double() + self._totals[name].to(tensor.device)).to(tensor.dtype)
-            for name, tensor in model.items()
-        }
-        bad = [name for name, tensor in moved.items() if not tensor.isfinite().all()]
-        if bad:
-            raise DivergedError(
-                f"The model must stay finite, got NaN or infinity in {bad[0]}: the training diverged. Lower --lr."
-            )
-        return moved
-
-
 @dataclass(frozen=True)
 class Round:
     """One finished round.
 
     Attributes:
         number: of the round, from 1.
-        clients: the clients that trained, each once.
+        clients: the clients whose updates were used, each once.
         received: the model they started from.
         sent: the update of each client; empty unless the round is one of ``save_rounds``.
         recovered: the same updates after ``on_server``, as they were aggregated.
         model: the model after aggregation.
         reports: the mean of each number that hooks recorded, over the clients that recorded it.
         public: what the server broadcast beside the model.
+        weights: the weight of each client's update in the sum; 0 for a guard that is not counted.
+        early: the clients that trained before the others, whose updates the server sees whatever the aggregation.
+        dropped: the clients that the server went on without, each with the reason.
+        norms: the norm of the update of each client on another machine.
     """
 
     number: int
@@ -180,6 +133,19 @@ class Round:
     model: dict[str, Tensor]
     reports: Mapping[str, float] = field(default_factory=dict)
     public: Tensors = field(default_factory=dict)
+    weights: Mapping[int, float] = field(default_factory=dict)
+    early: tuple[int, ...] = ()
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    norms: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> Update:
+        """The weighted mean of the updates of all clients but early ones: what secure aggregation shows a server.
+
+        Only rounds of ``save_rounds`` have it. Real protocols add fixed-point numbers; here, sums are of float64.
+        """
+        others = [client for client in self.recovered if client not in self.early]
+        return mean_of([self.recovered[client] for client in others], [self.weights[client] for client in others])
 
 
 def play_round(
@@ -194,13 +160,16 @@ def play_round(
 ) -> Round:
     """Play one round of federated learning, from the global ``model`` to the next.
 
-    ``network`` is the server's copy of the network, which hooks can read; ``state`` is the server's own.
+    ``network`` is the server's copy of the network, which hooks can read; ``state`` is the server's own. A client whose
+    answer is missing or invalid ends the training, or with ``bad_answers = drop`` is left out; an early client is not.
     """
     lr = learning_rate(settings, number)
     keep = number in settings.save_rounds
     sent: dict[int, Update] = {}
     kept: dict[int, Update] = {}
     reports: list[Mapping[str, float]] = []
+    dropped: dict[int, str] = {}
+    norms: dict[int, float] = {}
     server = Server(number, network, {}, state, stream(settings.seed, "server", number))
 
     # Step 1: choose who trains; early clients always do.
@@ -215,10 +184,18 @@ def play_round(
 
     def collect(clients: Sequence[int], side: Server) -> Iterator[tuple[int, Update]]:
         for answer in engine.train(number, clients, model, side.public, lr):
-            client, recovered = answer.client, defence.on_server(answer.update, side)
+            client, usable = answer.client, _usable(answer, defence, side)
+            if isinstance(usable, Missing):
+                if settings.bad_answers == "stop" or client in early:
+                    raise usable.error
+                dropped[client] = str(usable.error)
+                continue
+            arrived, recovered = usable
             if keep:
-                sent[client], kept[client] = answer.update, recovered
-            reports.append(answer.reports)
+                sent[client], kept[client] = arrived.update, recovered
+            if arrived.expected is not None:
+                norms[client] = float(recovered.norm())
+            reports.append(arrived.reports)
             aggregate.add(recovered, weights[client])
             yield client, recovered
 
@@ -232,5 +209,52 @@ def play_round(
         pass
 
     # Step 4: the sum of the weighted updates moves the global model.
+    used = tuple(client for client in (*early, *others) if client not in dropped)
+    factor = _rescaled(weights, dropped)
     means = mean_over_clients(reports)
-    return Round(number, (*early, *others), model, sent, kept, aggregate.apply(model), means, public)
+    with naming_the_largest(number, norms):
+        moved = aggregate.apply(model, factor)
+    return Round(number, used, model, sent, kept, moved, means, public, weights, early, dropped, norms)
+
+
+@contextmanager
+def naming_the_largest(number: int, norms: Mapping[int, float]) -> Iterator[None]:
+    """If the training diverges, say which client on another machine sent the largest update of the round."""
+    try:
+        yield
+    except DivergedError as error:
+        if not norms:
+            raise
+        client = max(norms, key=norms.__getitem__)
+        raise DivergedError(
+            f"{error} The largest update of round {number} came from client {client}, with norm {norms[client]:.3g}; "
+            "the server's max-norm bounds it."
+        ) from error
+
+
+def _usable(answer: Sent | Missing, defence: Defence, side: Server) -> tuple[Sent, Update] | Missing:
+    """Return what a client sent and its update after ``on_server``, or why it can't be used."""
+    if isinstance(answer, Missing):
+        return answer
+    try:
+        return answer, recover(defence, answer.update, side, answer.expected)
+    except MessageError as error:
+        return Missing(answer.client, MessageError(f"The update of client {answer.client} was not used. {error}"))
+
+
+def _rescaled(weights: Mapping[int, float], dropped: Mapping[int, str]) -> float:
+    """Return the factor that gives the weights of the remaining clients the sum of all.
+
+    Example:
+        >>> _rescaled({0: 0.25, 1: 0.25, 2: 0.5}, {2: "no answer"})
+        2.0
+    """
+    if not dropped:
+        return 1.0
+    left = sum(weight for client, weight in weights.items() if client not in dropped)
+    if left <= 0:
+        raise MessageError(
+            f"A round needs the update of at least one client, got none: all {len(dropped)} were dropped. "
+            f"The first reason: {next(iter(dropped.values()))}"
+        )
+    return sum(weights.values()) / left

@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from gradveil.config import refuse_code
+from gradveil.data.own import MAX_CLASSES
 from gradveil.errors import ConfigError, DataError
 from gradveil.models.base import call_factory
 from gradveil.models.weights import misfits
@@ -106,14 +108,19 @@ def _from_file(path: Path, shape: tuple[int, int, int], num_classes: int) -> Lat
     keys = tensors.pop(KEYS, torch.empty(0, dtype=torch.int64))
     metadata = read_metadata(path)
     spec = metadata.get("generator") or _spec_of_mlp(tensors, path)
-    with global_stream(0, "generator"):
-        network = build(Generator, spec).build(shape, int(metadata.get("classes", num_classes)))
-    problems = misfits(network.state_dict(), tensors)
+    refuse_code(spec, path)
+    classes = metadata.get("classes", str(num_classes))
+    if not classes.isdecimal() or not 1 <= int(classes[:9]) <= MAX_CLASSES:
+        raise DataError(f"Generator {str(path)!r} must state 1 to {MAX_CLASSES:,} classes, got {classes[:20]!r}.")
+    with torch.device("meta"):  # only its shapes: a file can't ask for more memory than it has numbers
+        problems = misfits(build(Generator, spec).build(shape, int(classes)).state_dict(), tensors)
     if problems:
         raise ConfigError(
             f"Generator {str(path)!r} must make images of shape {shape}, got weights that do not fit: "
             f"{'; '.join(problems)}. Train one on images like those attacked: gradveil train-generator."
         )
+    with global_stream(0, "generator"):
+        network = build(Generator, spec).build(shape, int(classes))
     network.load_state_dict(tensors, strict=False)
     network.keys = frozenset(keys.tolist())
     return network

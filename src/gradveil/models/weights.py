@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gradveil.errors import ConfigError
+from gradveil.errors import ConfigError, DataError
+from gradveil.storage import load_tensors
 
 SHOWN = 3
 """Number of names of each kind that an error message shows."""
@@ -21,10 +20,10 @@ def load_weights(network: nn.Module, path: Path, private: Callable[[str], bool] 
     ``private`` keep their values, and no file may hold them.
     """
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
+        tensors = load_tensors(path)
+    except DataError as error:
         raise ConfigError(
-            f"Weights {str(path)!r} must be a readable safetensors file, got: {error}. "
+            f"Weights {str(path)!r} must be a readable safetensors file, got: {error.__cause__ or error}. "
             "Save others with safetensors.torch.save_file(model.state_dict(), path); pickled ones are never opened."
         ) from error
     shared = {name: tensor for name, tensor in network.state_dict().items() if not private(name)}

@@ -5,10 +5,10 @@ gradients of their outputs are captured, and each layer's weight gradient is a s
 (Goodfellow 2015, https://arxiv.org/abs/1510.01799; convolutions by patches, as Opacus does). With
 ``create_graph=True`` the result can be differentiated once more, which gradient matching needs.
 
-Layers with a rule of their own: Linear, Conv2d, BatchNorm (evaluation mode), GroupNorm, LayerNorm. Any other layer
-uses `torch.func.vmap` over its own backward. So does the whole network if some parameters are not reached through their
-layers, or if the gradients do not add up to autograd's (a weight is used outside its layer). This is checked once per
-network.
+Layers with a rule of their own: Linear, Conv2d, BatchNorm (evaluation mode, or `BatchNormOfGroups`), GroupNorm,
+LayerNorm. Any other layer uses `torch.func.vmap` over its own backward. So does the whole network if some parameters
+are not reached through their layers, or if the gradients do not add up to autograd's (a weight is used outside its
+layer). This is checked once per network.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.errors import ConfigError
+from gradveil.networks.grouped import BatchNormOfGroups
 from gradveil.networks.layers import layer_gradient, own_parameters, small_convolutions
 from gradveil.networks.watch import LayerCall, watch
+from gradveil.secret_stream import SecretStream
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Takes outputs (N, classes) and labels; returns one loss per example, (N,)."""
@@ -47,7 +49,8 @@ def example_gradients(
     """Return the gradient of each group's mean loss, by parameter name.
 
     Args:
-        network: in evaluation mode if it has BatchNorm, which would mix the examples otherwise.
+        network: in evaluation mode if it has BatchNorm, which would mix the examples otherwise; or with each BatchNorm
+            replaced by a `BatchNormOfGroups` of the same group size.
         images: (N, C, H, W).
         labels: (N,) or (N, classes).
         group_size: examples per group, a divisor of N; 1 gives per-example gradients.
@@ -76,7 +79,7 @@ def _gradients(
     """Return the gradients, and the outputs if the forward pass gave them, else None."""
     if len(images) % group_size:
         raise ConfigError(f"group_size must divide the {len(images)} examples, got {group_size}. Choose a divisor.")
-    refuse_mixing_layers(network)
+    refuse_mixing_layers(network, group_size)
     wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     gradients, met = None, list[Tensor]()
 
@@ -211,7 +214,7 @@ def _run(
     fast = small_convolutions(network) if images.requires_grad else nullcontext()
     with watch(network, layers, after=capture), torch.enable_grad(), fast:
         value = total(network(images))
-    if odd:
+    if odd or not calls:  # a network may use its weights without calling their layers
         return None, ()
     if not copy and any(call.output._version != call.version for call in calls):
         return _run(network, layers, total, images, create_graph, copy=True)
@@ -224,9 +227,11 @@ def _same(network: nn.Module, full: str, parameter: nn.Parameter) -> bool:
     return getattr(network.get_submodule(owner), key) is parameter
 
 
-def refuse_mixing_layers(network: nn.Module) -> None:
-    """Raise ConfigError if BatchNorm makes an example's output depend on the others."""
+def refuse_mixing_layers(network: nn.Module, group_size: int = 1) -> None:
+    """Raise ConfigError if BatchNorm makes an example's output depend on those of other groups."""
     for name, layer in network.named_modules():
+        if isinstance(layer, BatchNormOfGroups) and layer.size == group_size:
+            continue
         if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
             raise ConfigError(
                 f"Per-example gradients need BatchNorm in evaluation mode with running statistics, got {name!r} in "
@@ -291,7 +296,7 @@ def jacobian_row_norms(
     *,
     order: float = 2.0,
     probes: int = 0,
-    rng: torch.Generator | None = None,
+    rng: SecretStream | None = None,
     chunk: int = 64,
     forward: bool = False,
 ) -> Tensor:
@@ -307,7 +312,7 @@ def jacobian_row_norms(
         inputs: (N, ...).
         order: p of the norm; infinity is allowed.
         probes: number of random probes; 0 computes exact norms.
-        rng: a CPU generator, needed for probes.
+        rng: random stream, needed for probes; the draws that decide what is hidden stay secret.
         chunk: products computed together.
         forward: whether to compute exact norms by forward-mode passes, if the network supports them.
     """
@@ -344,18 +349,18 @@ def _estimated_row_norms(
     inputs: Tensor,
     order: float,
     probes: int,
-    rng: torch.Generator | None,
+    rng: SecretStream | None,
     chunk: int,
 ) -> Tensor:
     if rng is None:
-        raise ConfigError("probes need a random generator, got rng=None. Pass rng, a CPU generator.")
+        raise ConfigError("probes need random draws, got rng=None. Pass rng, a SecretStream.")
     if order != 2:
         raise ConfigError(f"probes estimate the Euclidean norm only: order must be 2, got {order:g}. Use probes=0.")
     total = torch.zeros((), dtype=inputs.dtype, device=inputs.device)
     with torch.no_grad():
         for start in range(0, probes, chunk):
             shape = (min(chunk, probes - start), *inputs.shape)
-            tangents = torch.randn(shape, generator=rng, dtype=inputs.dtype).to(inputs.device)
+            tangents = rng.normal(shape, inputs.dtype).to(inputs.device)
             try:
                 total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
             except RuntimeError as error:

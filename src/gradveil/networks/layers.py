@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.networks.convolution import Geometry, convolve, weight_gradient
+from gradveil.networks.grouped import BatchNormOfGroups
 
 
 def own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
@@ -26,6 +27,8 @@ def layer_gradient(layer: nn.Module, inputs: Tensor, gradient: Tensor) -> dict[s
         found = _conv2d(layer, inputs, gradient)
     elif isinstance(layer, _BatchNorm) and kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         found = _channelwise(_batch_normalised(layer, inputs), gradient)
+    elif isinstance(layer, BatchNormOfGroups):
+        found = _channelwise(layer.normalised(inputs), gradient)
     elif isinstance(layer, nn.GroupNorm) and kind is nn.GroupNorm:
         found = _channelwise(F.group_norm(inputs, layer.num_groups, eps=layer.eps), gradient)
     elif isinstance(layer, nn.LayerNorm) and kind is nn.LayerNorm:

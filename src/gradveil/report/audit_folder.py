@@ -1,7 +1,5 @@
 """Read what an audit wrote to its folder: settings, plan and rows. Any of them may be missing or broken."""
 
-import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.errors import RunFolderError
+from gradveil.limits import LONGEST_SETTINGS, LONGEST_TEXT, parse_json, parse_toml, read_bytes
 from gradveil.metrics import schema_of
 from gradveil.metrics.roc import FALSE_RATES
 from gradveil.rows import Row, Schema, from_plain
@@ -47,6 +46,8 @@ class AuditFolder:
     schema: Schema = field(default_factory=schema_of)
     names: Mapping[str, str] = field(default_factory=dict)
     """Short names of components, if the rows have these in place of the full ones (`gradveil.report.names`)."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Attacks that were not run because they can't search such large updates, each with its reason."""
 
     @property
     def images(self) -> int:
@@ -87,7 +88,9 @@ def read_audit(folder: Path) -> AuditFolder:
             f"{broken} broken line{'s' if broken > 1 else ''} of rows.jsonl could not be read and "
             f"{'were' if broken > 1 else 'was'} skipped."
         )
-    return AuditFolder(folder, settings, tuple(cells), done, tuple(found.values()), tuple(notes), schema)
+    without = _left_out(folder / "plan.json")
+    rows = tuple(found.values())
+    return AuditFolder(folder, settings, tuple(cells), done, rows, tuple(notes), schema, left_out=without)
 
 
 def _old_form(settings: Mapping[str, Any]) -> list[str]:
@@ -110,7 +113,8 @@ def _not_sent(folder: Path, cells: Iterable[PlannedCell], rows: Iterable[Row]) -
             continue
         if training not in listed:
             listed[training] = _listed(folder / "trainings" / training / "updates.json")
-        missing += row["update_sha256"] not in listed[training]
+        attacked = [row["update_sha256"], *(row.get("later_sha256") or ())]
+        missing += sum(digest not in listed[training] for digest in attacked)
     if not missing:
         return []
     return [f"{missing} attacked updates are not among those that their trainings list as sent (trainings/)."]
@@ -119,9 +123,14 @@ def _not_sent(folder: Path, cells: Iterable[PlannedCell], rows: Iterable[Row]) -
 def _listed(path: Path) -> set[str]:
     """Return the digests of a training's updates; none if the list is missing or broken."""
     try:
-        return {str(digest) for sent in json.loads(path.read_bytes()).values() for digest in sent.values()}
+        return {str(digest) for sent in _json(path).values() for digest in sent.values()}
     except (OSError, ValueError, AttributeError):
         return set()
+
+
+def _json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
+    """Return the JSON value of a file. Raise OSError or ValueError if there is none, or if it is too large."""
+    return parse_json(read_bytes(path, LONGEST_TEXT))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -129,7 +138,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     rule = f"{folder} must be the folder of an audit, whose settings.toml says kind = 'audit'"
     way_out = "Name the --out folder of gradveil audit."
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = parse_toml(read_bytes(path, LONGEST_SETTINGS))
     except (FileNotFoundError, NotADirectoryError) as error:
         got = "a folder without settings.toml" if folder.is_dir() else "no such folder"
         raise RunFolderError(f"{rule}, got {got}. {way_out}") from error
@@ -146,15 +155,25 @@ def _plan(path: Path, notes: list[str]) -> tuple[list[PlannedCell], Schema]:
     state = "missing"
     with suppress(FileNotFoundError):
         try:
-            plan = json.loads(path.read_bytes())
+            plan = _json(path)
             schema = schema_of()
             if "metrics" in plan:
                 schema = schema.with_metrics(from_plain(plan["metrics"]))
             return [_cell(entry) for entry in plan["cells"]], schema
-        except (IsADirectoryError, PermissionError, ValueError, KeyError, TypeError, IndexError):
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError):
             state = "broken"
     notes.append(f"plan.json is {state}, so the page can't say how much of the run is done.")
     return [], schema_of()
+
+
+def _left_out(path: Path) -> dict[str, str]:
+    """Return the attacks that plan.json says were not run; none if it does not say."""
+    try:
+        return {str(spec): str(why) for spec, why in _json(path)["left_out"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _cell(entry: Mapping[str, Any]) -> PlannedCell:
@@ -177,13 +196,13 @@ def _cell(entry: Mapping[str, Any]) -> PlannedCell:
 def _lines(path: Path) -> tuple[list[Any], int]:
     """Return the JSON values of a file of lines, and the number of broken lines; both are empty without the file."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_bytes(path, LONGEST_TEXT).splitlines()
     except OSError:
         return [], 0
     rows = []
     for line in lines:
-        with suppress(ValueError, TypeError, RecursionError):
-            rows.append(json.loads(line))
+        with suppress(ValueError):
+            rows.append(parse_json(line))
     return rows, len(lines) - len(rows)
 
 
@@ -195,7 +214,7 @@ def _cell_rows(
     for cell in cells:
         if cell.name in done:
             try:
-                content = json.loads((folder / "cells" / f"{cell.name}.json").read_bytes())
+                content = _json(folder / "cells" / f"{cell.name}.json")
                 rows += [row for row in content if schema.read(row) is not None]
             except (OSError, ValueError, TypeError):
                 notes.append(f"cells/{cell.name}.json is broken; its rows are missing.")

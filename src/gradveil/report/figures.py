@@ -1,6 +1,7 @@
 """The audit's figures for papers and slides: the plane, and the gallery in one picture."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,12 @@ def _names(axes: Axes, some: Sequence[Point], leaks: Sequence[Sequence[float]]) 
 
 
 def pictures(gallery: Gallery, summary: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the truth, and below it what the strongest attack gets, undefended and under each defence."""
-    lines = [line for line in (_strongest(gallery, summary, name) for name in _defences(gallery)) if line]
+    """Draw the truth, and below it what the strongest attack gets, undefended and under each defence.
+
+    A defence that draws images of its own has another row with these.
+    """
+    found = [line for line in (_strongest(gallery, summary, name) for name in _defences(gallery)) if line]
+    lines = [each for line in found for each in ([_own_truth(line), line] if line.truth is not None else [line])]
     count = min(TARGETS, len(gallery.columns))
     height, width = visible(gallery.truth).shape[2:4]
     inch = 0.95
@@ -93,12 +98,24 @@ def pictures(gallery: Gallery, summary: Sequence[Mapping[str, Any]]) -> Figure:
         _show(grid[0][column], visible(gallery.truth)[0, column], "")
         for row, line in enumerate(lines, 1):
             psnr = line.psnr[-1][column]
-            caption = f"{psnr:.1f} dB" if psnr is not None else "no guess" if line.there[column] else "not attacked"
-            _show(grid[row][column], visible(line.frames)[-1, column] if psnr is not None else None, caption)
+            caption = f"{psnr:.1f} dB" if psnr is not None else "no guess" if line.there[column] else "no image"
+            is_truth = line.attack == TRUTH and line.there[column]
+            shown = psnr is not None or is_truth
+            _show(grid[row][column], visible(line.frames)[-1, column] if shown else None, "" if is_truth else caption)
     names = ["truth", *(_title(line) for line in lines)]
     for row, name in enumerate(names):
         grid[row][0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8, labelpad=8)
     return figure
+
+
+TRUTH = "truth"
+"""Stands for the attack in the row of a defence's own images."""
+
+
+def _own_truth(line: Line) -> Line:
+    """Return the images that a defence drew, as a line of pictures without figures."""
+    frames = line.frames[-1:] if line.truth is None else line.truth
+    return replace(line, attack=TRUTH, adaptive=False, frames=frames, psnr=[[None] * len(line.there)])
 
 
 def _defences(gallery: Gallery) -> list[str]:

@@ -9,8 +9,12 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from gradveil.errors import printable
 from gradveil.rows import Schema
 from gradveil.storage import write_atomic
+
+FORMULAS = ("=", "+", "-", "@", "\t")
+"""How cells begin that spreadsheets run as formulas."""
 
 
 def drawn(figure: Figure, kind: str) -> bytes:
@@ -37,6 +41,9 @@ def table_csv(lines: Sequence[Mapping[str, Any]], schema: Schema, *tables: str) 
 def to_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> bytes:
     """Return rows as CSV with these columns. Lists are joined by +, missing values are empty.
 
+    A text that a spreadsheet would take for a formula (it begins with = + - @ or a tab) gets an apostrophe in front,
+    unless it is a number. Control characters, returns included, are escaped.
+
     Raises:
         ValueError: a row has a key that is no column.
 
@@ -45,13 +52,34 @@ def to_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> bytes:
         a,b
         1,x+y
         ,x=0.5+y=2
+        >>> print(to_csv([{"a": "=1+1", "b": -1}, {"a": "@x", "b": "-1"}], ["a", "b"]).decode(), end="")
+        a,b
+        '=1+1,-1
+        '@x,-1
     """
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", extrasaction="raise", lineterminator="\n")
-    writer.writeheader()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([_harmless(column) for column in columns])
     for row in rows:
-        writer.writerow({key: _cell(value) for key, value in row.items()})
+        unknown = [key for key in row if key not in columns]
+        if unknown:
+            raise ValueError(f"A row must have columns of the table only, got {', '.join(map(repr, unknown))}.")
+        writer.writerow([_harmless(_cell(row.get(column, ""))) for column in columns])
     return text.getvalue().encode("utf-8", "replace")
+
+
+def _harmless(value: Any) -> Any:  # noqa: ANN401 - any value of a row
+    """Return a value that no spreadsheet takes for a formula."""
+    if not isinstance(value, str):
+        return value
+    value = printable(value)  # a return would begin a new row
+    if not value.startswith(FORMULAS):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def _cell(value: Any) -> Any:  # noqa: ANN401 - any value of a row

@@ -6,7 +6,7 @@ from typing import Any
 from gradveil.metrics import schema_of
 from gradveil.report.blind import chance
 from gradveil.report.names import for_people
-from gradveil.report.summary import membership, price_unknown, strongest, summarise, utility
+from gradveil.report.summary import membership, price_unknown, seeks_pictures, strongest, summarise, utility
 from gradveil.rows import Schema
 
 ALIKE = 0.01
@@ -31,7 +31,8 @@ def headline(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sche
 def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Schema | None = None) -> list[str]:
     """Return the sentences of `headline`; the first is about the undefended run, if there is one."""
     schema, rows = schema or schema_of(), for_people(rows)
-    lines = summarise(rows, schema)
+    every = summarise(rows, schema)
+    lines = [line for line in every if seeks_pictures(line)]
     by_image = any(row.get("images_recognisable") is not None for row in rows)
     noun = "pictures" if images == 1 or by_image else "batches"
     prices = utility(rows, schema)
@@ -39,9 +40,9 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sch
     costs = {} if lost else {line["defence"]: line for line in prices}
     names = sorted(dict.fromkeys(line["defence"] for line in lines), key=lambda name: name != "none")
     best = {name: line for name in names if (line := strongest(_of(lines, name)))}
-    told = _members(rows, schema)
+    told = members_sentence(rows, schema)
     if not best:
-        return told or ["No attack has finished yet." if not lines else "Every attack failed."]
+        return told or [_nobody(every, lines)]
     parts = []
     if "none" in best:
         nothing = best["none"]["recognisable"] == 0
@@ -59,6 +60,13 @@ def sentences(rows: Sequence[Mapping[str, Any]], *, images: int = 1, schema: Sch
     unknown = ["What defences cost is not known: the undefended training did not learn."] * lost
     more = _named(lines, list(best)) + _undone(lines, best.get("none"), rest) + _noticed(rows)
     return parts + unknown + more + told
+
+
+def _nobody(every: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return why there is nothing to say of pictures."""
+    if not every:
+        return "No attack has finished yet."
+    return "Every attack failed." if lines else "No attack here looked for pictures."
 
 
 def _named(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
@@ -103,7 +111,7 @@ def _noticed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"The tripwire would have warned of the altered model before {alarmed} of {len(looked)} updates."]
 
 
-def _members(rows: Sequence[Mapping[str, Any]], schema: Schema) -> list[str]:
+def members_sentence(rows: Sequence[Mapping[str, Any]], schema: Schema) -> list[str]:
     """Return how well members are told from others, undefended and defended; [] if no attack tried."""
     best: dict[str, Mapping[str, Any]] = {}
     for line in membership(rows, schema):

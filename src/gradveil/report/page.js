@@ -150,7 +150,11 @@
     const slider = $("#step");
     const most = slider ? Number(slider.max) : 0;
     const seed = $("#seed");
-    const truth = { truth: true, psnr: [columns.map(() => null)], there: columns.map(() => 1), sheet: 0, steps: [] };
+    const truths = {}; // one for all lines, and one for each defence that draws images of its own
+    const truthOf = (line) => (truths[line.truth_sheet] ??= {
+      truth: true, psnr: [columns.map(() => null)], there: line.labels ? line.there : columns.map(() => 1),
+      sheet: line.truth_sheet, labels: line.labels ?? columns.map(({ label }) => label), steps: [],
+    });
     lines.forEach((line, index) => (line.sheet = index + 1));
     const sheets = [];
     const load = (number) => (sheets[number] ??= (async () => {
@@ -173,8 +177,9 @@
       const value = line.psnr[row(line)][column];
       return value === null ? "no guess" : value.toFixed(1);
     };
-    const named = (column) => {
-      const { target, image, label, round } = columns[column];
+    const named = (line, column) => {
+      const { target, image, round } = columns[column];
+      const label = (line.labels ?? columns.map((each) => each.label))[column];
       return `Target ${target}${round ? ` of round ${round}` : ""}${data.images > 1 ? `, image ${image}` : ""}, label ${label}`;
     };
     const attacker = (line) => (line.truth ? "truth" : `${line.attack}, ${line.adaptive ? "knows the defence" : "plain"}`);
@@ -187,20 +192,20 @@
         paint(tile.canvas, image, line, column);
         if (line.truth) return;
         tile.caption.textContent = decibel(line, column);
-        tile.button.setAttribute("aria-label", `${named(column)}; ${attacker(line)}: PSNR ${decibel(line, column)}`);
+        tile.button.setAttribute("aria-label", `${named(line, column)}; ${attacker(line)}: PSNR ${decibel(line, column)}`);
       });
       if (step && line.steps.length) step.textContent = `step ${line.steps[row(line)].toLocaleString("en")}`;
     };
 
     const tileOf = (line, column, element) => {
       if (!line.there[column]) {
-        element.append(make("div", { className: "tile" }, make("span", { className: "absent", title: "not attacked yet" }, "–")));
+        element.append(make("div", { className: "tile" }, make("span", { className: "absent", title: "no image, or not attacked yet" }, "–")));
         return null;
       }
       const canvas = make("canvas", { width: 1, height: 1 });
       const button = make("button", { type: "button", tabIndex: -1 }, canvas);
-      button.setAttribute("aria-label", `${named(column)}; ${attacker(line)}`);
-      const caption = make("span", {}, line.truth ? `${columns[column].label}` : "");
+      button.setAttribute("aria-label", `${named(line, column)}; ${attacker(line)}`);
+      const caption = make("span", {}, line.truth ? `${line.labels[column]}` : "");
       button.addEventListener("click", () => open(line, column));
       element.append(make("div", { className: "tile" }, button, caption));
       return { canvas, button, caption };
@@ -245,7 +250,8 @@
       if (block.dataset.built) return;
       block.dataset.built = "yes";
       const drawn = $(".strips", block);
-      drawn.replaceChildren(build(truth), ...linesOf(block).map(build));
+      const own = linesOf(block);
+      drawn.replaceChildren(...(own.length ? [truthOf(own[0])] : []).map(build), ...own.map(build));
       drawn.style.minHeight = "";
     };
     const blocks = all(".block");
@@ -318,11 +324,12 @@
     let at = null;
     const show = async (line, column) => {
       at = { line, column };
-      const [true_, guess] = await Promise.all([load(0), load(line.sheet)]);
+      const truth = line.truth ? line : truthOf(line);
+      const [true_, guess] = await Promise.all([load(truth.sheet), load(line.sheet)]);
       paint(left, true_, truth, column);
       paint(right, guess, line, column);
       right.parentElement.hidden = Boolean(line.truth);
-      $("h2", dialog).textContent = line.truth ? named(column) : `${named(column)}: ${attacker(line)}, under ${line.defence}`;
+      $("h2", dialog).textContent = line.truth ? named(line, column) : `${named(line, column)}: ${attacker(line)}, under ${line.defence}`;
       const last = row(line) === line.psnr.length - 1;
       const ssim = last && !line.truth && line.ssim[column] !== null ? `, SSIM ${line.ssim[column].toFixed(3)}${data.images > 1 ? " (mean of the batch)" : ""}` : "";
       const step = line.steps.length ? `, after ${line.steps[row(line)].toLocaleString("en")} steps` : "";

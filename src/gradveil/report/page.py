@@ -12,7 +12,7 @@ from gradveil.report.membership import membership_section
 from gradveil.report.result import hero
 from gradveil.report.sections import about_section, gallery_section, plane_section, rows_section, summary_section
 from gradveil.report.sheets import Gallery, png
-from gradveil.report.summary import membership, summarise, utility, with_costs
+from gradveil.report.summary import membership, seeks_pictures, summarise, utility, with_costs
 from gradveil.report.tables import rows_columns
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'"
@@ -62,17 +62,21 @@ def _sections(audit: AuditFolder, gallery: Gallery) -> list[tuple[str, str, str]
     ]
     if members and not summary:
         return members + everything
+    table = ("table", "Summary", summary_section(audit, with_costs([*blind, *summary], costs, schema)))
+    if summary and not any(map(seeks_pictures, summary)):
+        return [*members, table, *everything]
     return [
         ("gallery", "Pictures", gallery_section(audit, gallery)),
         ("plane", "Privacy and accuracy", plane_section(summary, costs, schema)),
         *members,
-        ("table", "Summary", summary_section(audit, with_costs([*blind, *summary], costs, schema))),
+        table,
         *everything,
     ]
 
 
 def _data(audit: AuditFolder, gallery: Gallery) -> str:
     """Return the figures and the pictures as script elements, which the page's script reads when it needs them."""
+    own = {(line.defence, line.seed): line.truth for line in gallery.lines if line.truth is not None}
     ssims = {(*_key(row), row["round"], row["target"]): row["ssim"] for row in audit.rows if row["ssim"] is not None}
     drawn = [
         {
@@ -85,6 +89,10 @@ def _data(audit: AuditFolder, gallery: Gallery) -> str:
             "psnr": line.psnr,
             "ssim": [ssims.get((*_key(vars(line)), column.round, column.target)) for column in gallery.columns],
             "steps": line.steps,
+            "truth_sheet": 0
+            if line.truth is None
+            else 1 + len(gallery.lines) + [*own].index((line.defence, line.seed)),
+            "labels": line.labels,
         }
         for line in gallery.lines
     ]
@@ -96,6 +104,7 @@ def _data(audit: AuditFolder, gallery: Gallery) -> str:
     }
     sheets = [png(gallery.truth)] if gallery.columns else []
     sheets += [png(line.frames, line.guessed) for line in gallery.lines]
+    sheets += [png(truth) for truth in own.values()]
     parts = "".join(f'<script type="text/plain" id="sheet-{n}">{sheet}</script>\n' for n, sheet in enumerate(sheets))
     return f'<script type="application/json" id="data">{as_json(content)}</script>\n{parts}'
 

@@ -11,8 +11,9 @@ from gradveil.report.blind import EXPLAINED, NAME, blind_lines
 from gradveil.report.headline import percent, sentences
 from gradveil.report.markup import bullets, solid, spec
 from gradveil.report.names import failures
+from gradveil.report.recovered import recovered
 from gradveil.report.sheets import Gallery
-from gradveil.report.summary import membership, strongest
+from gradveil.report.summary import membership, seeks_pictures, strongest
 from gradveil.report.tables import NOTHING, adaptive
 
 
@@ -20,10 +21,13 @@ def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, An
     """Return the section that a reader sees first."""
     blind = blind_lines(audit.rows, audit.schema)
     first, *more = sentences(audit.rows, images=audit.images, schema=audit.schema)
+    apart = recovered(audit.rows, audit.schema, audit.left_out)
+    more = [sentence for sentence in more if sentence not in apart.values()]
     settings = audit.settings
     facts = [f"{settings.get('model', '?')} on {settings.get('dataset', '?')}"]
-    rebuilds = bool(summary) or not membership(audit.rows, audit.schema)
-    if rebuilds:
+    attacks_updates = bool(summary) or not membership(audit.rows, audit.schema)
+    rebuilds = attacks_updates and (not summary or any(map(seeks_pictures, summary)))
+    if attacks_updates:
         facts += [f"{count} targets" for count in [settings.get("targets") or gallery.num_targets] if count]
         facts += [f"{audit.images} images each"] if audit.images > 1 else []
         facts += protocol_words(settings)
@@ -35,8 +39,14 @@ Each defence is judged by the attack that recovers most.</p>
 """
     return f"""<section class="hero" aria-labelledby="result"><p class="facts">{escape(" · ".join(map(str, facts)))}</p>
 <h1 id="result">{solid(first)}</h1>
-{lead}
+{lead}{_apart(apart) * bool(audit.rows)}
 {definition * rebuilds}{_banner(audit, gallery)}{_ledger(audit.defences, summary, costs, blind)}</section>"""
+
+
+def _apart(told: Mapping[str, str]) -> str:
+    """Return what was recovered of labels, membership and pictures, one line each."""
+    lines = "".join(f"<div><dt>{escape(name)}</dt><dd>{solid(text)}</dd></div>" for name, text in told.items())
+    return f'<dl class="recovered">{lines}</dl>'
 
 
 def _definition(audit: AuditFolder, blind: Sequence[Mapping[str, Any]]) -> str:
@@ -69,7 +79,15 @@ def protocol_words(settings: Mapping[str, Any]) -> list[str]:
         return [f"{name} protocol without training: every client sends {what}, once"]
     taps = ", ".join(map(str, settings.get("tap") or default_taps(rounds)))
     when = f"rounds {taps} were" if "," in taps else f"round {taps} was"
-    return [f"{name} protocol: in each of {rounds:,} rounds, every client sends {what}; {when} attacked"]
+    return [
+        f"{name} protocol: in each of {rounds:,} rounds, every client sends {what}{_seen(settings)}; {when} attacked"
+    ]
+
+
+def _seen(settings: Mapping[str, Any]) -> str:
+    """Return what the server sees of the updates, if it does not see each of them, or ""."""
+    secure = settings.get("aggregation") == "secure"
+    return ", and the server sees only their mean (secure aggregation)" if secure else ""
 
 
 def _banner(audit: AuditFolder, gallery: Gallery) -> str:
@@ -83,6 +101,9 @@ def _banner(audit: AuditFolder, gallery: Gallery) -> str:
     if failed:
         parts.append(f"<p><b>{failed} rows are of cells that failed</b>, and count nowhere:</p>")
         parts.append(bullets(failures(audit.rows)))
+    if audit.left_out:
+        reasons = [f"{name}: {why}" for name, why in audit.left_out.items()]
+        parts.append(f"<p><b>Not run</b>:</p>{bullets(reasons)}")
     notes = [*audit.notes, *gallery.notes]
     if notes:
         parts.append(f"<p><b>Parts of the folder could not be used</b>:</p>{bullets(notes)}")

@@ -88,7 +88,7 @@ def plane_section(summary: Sequence[Mapping[str, Any]], costs: Sequence[Mapping[
         f"""<p>Good defences lie at the bottom right: the model stays accurate and the strongest attack recovers little.
 A hollow point is the leak to an attacker who does not know the defence, a filled one to an attacker who does. The
 dashed line is the Pareto front under the strongest attack. The dotted line is a blind guess: below it, an attack
-recovers nothing that was not known before.</p>
+recovers, by this measure, nothing that was not known before.</p>
 <fieldset class="controls"><legend>Leak measured by</legend>{choices}</fieldset>{figures}{note}""",
     )
 

@@ -4,7 +4,7 @@ import base64
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from PIL import Image
 from gradveil.errors import DataError
 from gradveil.metrics.psnr import CAP
 from gradveil.report.audit_folder import AuditFolder, PlannedCell
+from gradveil.report.summary import seeks_pictures
 from gradveil.storage import load_tensors
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
@@ -48,6 +49,8 @@ class Line:
     guessed: tuple[bool, ...]  # (P,)
     psnr: list[list[float | None]]  # (K, P)
     steps: list[int]  # (K,), or empty if unknown
+    truth: Pixels | None = None  # (1, P, C, H, W), or None if it is the gallery's
+    labels: tuple[int, ...] | None = None  # (P,) of ``truth``
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,16 @@ def _truth(audit: AuditFolder) -> _Truth:
 
 def read_gallery(audit: AuditFolder) -> Gallery:
     """Load as many pictures as a page can hold; missing ones become notes. If seeds differ, the first is shown."""
-    if audit.cells and all(cell.kind != "privacy" for cell in audit.cells):
+    blank = {row["cell"] for row in audit.rows if not seeks_pictures(row)}
+    if audit.cells and all(cell.kind != "privacy" or cell.name in blank for cell in audit.cells):
         return Gallery()
     try:
         truth = _truth(audit)
     except (DataError, KeyError, RuntimeError, ValueError):
         return Gallery(notes=("truth.safetensors is missing or broken, so there are no pictures to show.",))
     num_targets, num_images, *shape = truth.images.shape
-    cells = [cell for cell in audit.cells if cell.kind == "privacy" and truth.seed in (None, cell.seed)]
+    drawn = [cell for cell in audit.cells if cell.kind == "privacy" and cell.name not in blank]
+    cells = [cell for cell in drawn if truth.seed in (None, cell.seed)]
     groups = dict.fromkeys(cell.line for cell in cells)
     targets, frames = _fit(min(num_targets, TARGETS), num_images, int(np.prod(shape)), len(groups))
     shown = min(num_images, 2 * TARGETS)
@@ -148,6 +153,7 @@ class _Piece:
     frames: Pixels  # (K, n, B, C, H, W)
     guessed: np.ndarray[Any, np.dtype[np.bool_]]  # (n, B)
     steps: list[int]
+    drawn: tuple[Pixels, np.ndarray[Any, Any]] | None  # own images (n, B, C, H, W) and labels (n, B), if others
 
 
 def _fit(targets: int, images: int, size: int, lines: int) -> tuple[int, int]:
@@ -174,9 +180,8 @@ def _load(audit: AuditFolder, cell: PlannedCell, truth: _Truth, most: int, notes
     try:
         tensors = load_tensors(path)
         own = tensors["truth"].numpy() if "truth" in tensors else None
-        if own is not None and not _same_truth(own, truth, number, cell.first):
-            notes.append(f"cells/{cell.name} attacks other images than those under `none`; its pictures are not shown.")
-            return None
+        other = own is not None and not _same_truth(own, truth, number, cell.first)
+        drawn = (own, tensors["truth_labels"].numpy()) if own is not None and other else None
         result, ways = tensors["images"].numpy()[None], tensors["iterates"].numpy()
         frames = ways if len(ways) else result
         chosen = np.unique(np.linspace(0, len(frames) - 1, min(most, len(frames))).round().astype(int))
@@ -186,7 +191,7 @@ def _load(audit: AuditFolder, cell: PlannedCell, truth: _Truth, most: int, notes
             raise ValueError(frames.shape)
         numbers = tensors["steps"].tolist() if "steps" in tensors else []
         known = [numbers[index] for index in chosen] if len(numbers) == len(ways) > 0 else []
-        return _Piece(cell.first, number, frames, guessed, known)
+        return _Piece(cell.first, number, frames, guessed, known, drawn)
     except (DataError, KeyError, ValueError, RuntimeError):
         notes.append(f"cells/{cell.name}.safetensors is missing or broken; its pictures are not shown.")
         return None
@@ -213,8 +218,9 @@ def _line(
 ) -> Line:
     """Put the cells' pictures into columns, and score each frame against the truth."""
     count = Counter(len(piece.frames) for piece in pieces).most_common(1)[0][0]
-    frames = np.zeros((count, *truth.shape[1:]), np.uint8)
+    frames, own = np.zeros((count, *truth.shape[1:]), np.uint8), truth.copy()
     there, guessed = [False] * len(columns), [False] * len(columns)
+    labels = [column.label for column in columns]
     for position, column in enumerate(columns):
         for piece in pieces:
             row = column.target - piece.first
@@ -223,13 +229,19 @@ def _line(
                 chosen = np.linspace(0, len(piece.frames) - 1, count).round().astype(int)
                 frames[:, position] = piece.frames[chosen, row, column.image]
                 there[position], guessed[position] = True, bool(piece.guessed[row, column.image])
-    psnr = _psnr(frames, truth, guessed)
+                if piece.drawn is not None:
+                    own[0, position] = piece.drawn[0][row, column.image]
+                    labels[position] = int(piece.drawn[1][row, column.image])
+                    there[position] = labels[position] >= 0  # the client may have drawn no image
+    psnr = _psnr(frames, own, guessed)
     for position, column in enumerate(columns):
         measured = scores.get((*group, column.round, column.target))
         if measured is not None and guessed[position]:
             psnr[-1][position] = round(measured, 2)
     steps = next((piece.steps for piece in pieces if len(piece.steps) == count), [])
-    return Line(*group, frames, tuple(there), tuple(guessed), psnr, steps)
+    drew = any(piece.drawn is not None for piece in pieces)
+    line = Line(*group, frames, tuple(there), tuple(guessed), psnr, steps)
+    return replace(line, truth=own, labels=tuple(labels)) if drew else line
 
 
 def _psnr(frames: Pixels, truth: Pixels, guessed: Sequence[bool]) -> list[list[float | None]]:
@@ -240,9 +252,9 @@ def _psnr(frames: Pixels, truth: Pixels, guessed: Sequence[bool]) -> list[list[f
 
 
 def _row_scores(audit: AuditFolder) -> dict[tuple[object, ...], float | None]:
-    """Return the PSNR of the rows, which were computed before images were rounded to bytes."""
+    """Return the PSNR of rows of one image, which were computed before images were rounded to bytes."""
     return {
         (*(row[key] for key in ("defence", "attack", "adaptive", "seed", "round", "target")),): row["psnr"]
         for row in audit.rows
-        if row["kind"] == "privacy"
+        if row["kind"] == "privacy" and row["images"] in (None, 1)
     }

@@ -7,6 +7,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 from gradveil.metrics import schema_of
+from gradveil.metrics.epsilon_hat import EXCEEDS, MEASURED
 from gradveil.metrics.recognition import OTHER_IMAGES, RECOGNISABLE
 from gradveil.report.flags import flagged
 from gradveil.rows import KINDS, Row, Schema
@@ -35,13 +36,15 @@ def summarise(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -
         >>> line["n"], line["psnr"], line["psnr_worst"], line["recognisable"]
         (2, 25.0, 30.0, 1)
     """
-    schema = schema or schema_of()
+    schema, rows = schema or schema_of(), list(rows)
+    broken = {row["defence"] for row in rows if row.get("canaries_exceed")}
     groups = _grouped(rows, "privacy", schema, lambda row: (row.get("attack") or "", bool(row.get("adaptive"))))
-    return flagged(
+    lines = flagged(
         [_line(defence, attack, adaptive, group, schema) for (defence, attack, adaptive), group in groups.items()],
         {key: mean(group, "attack_steps") for key, group in groups.items()},
         {key for key, group in groups.items() if any(OTHER_IMAGES in (row.get("flags") or ()) for row in group)},
     )
+    return [line | {"flags": [*line["flags"], *[EXCEEDS] * (line["defence"] in broken)]} for line in lines]
 
 
 def utility(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
@@ -62,6 +65,7 @@ def utility(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> 
         why = "; ".join(dict.fromkeys(row["why"] for row in group if row.get("why")))
         guessed = any(row.get("at_chance") for row in whole)
         own = {"defence": defence, "seeds": len(whole), "at_chance": guessed, **_budget(whole), "why": why}
+        own |= _canaries(whole)
         line = _means(whole, "costs", schema) | own | _lost(whole, undefended if defence != "none" else [])
         if line["round_seconds_undefended"]:
             line["overhead"] = line["round_seconds"] / line["round_seconds_undefended"]
@@ -103,7 +107,7 @@ def membership(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) 
             "defence": defence,
             "attack": attack,
             "adaptive": False,
-            "n": len(whole),
+            "n": sum(row.get("images") != 0 for row in whole),
             "seeds": len({row.get("seed") for row in whole}),
             "failed": len(group) - len(whole),
             "auc_worst": max((row["auc"] for row in whole if row.get("auc") is not None), default=None),
@@ -127,14 +131,22 @@ def with_costs(summary: Iterable[Mapping[str, Any]], costs: Iterable[Mapping[str
     return lines
 
 
+def seeks_pictures(line: Mapping[str, Any]) -> bool:
+    """Return whether the attack of a row or line looks for pictures; those of earlier versions do."""
+    return (line.get("seeks") or "pictures") == "pictures"
+
+
 def strongest(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the line whose attack recovers most: by the share of recognisable pictures, then by mean PSNR."""
+    """Return the line whose attack recovers most: by the share of recognisable pictures, then by mean PSNR.
+
+    Lines whose attacks all failed, or look for no pictures, do not count.
+    """
 
     def recovered(line: Mapping[str, Any]) -> tuple[float, float]:
         psnr = line["psnr"]
         return (line["recognisable"] or 0) / line["images"], -1.0 if psnr is None else psnr
 
-    return max((line for line in lines if line["n"]), key=recovered, default=None)
+    return max((line for line in lines if line["n"] and seeks_pictures(line)), key=recovered, default=None)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -201,7 +213,8 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
         "defence": defence,
         "attack": attack,
         "adaptive": adaptive,
-        "n": len(whole),
+        "seeks": next((row["seeks"] for row in group if row.get("seeks")), None),
+        "n": sum(row.get("images") != 0 for row in whole),
         "seeds": len(seeds),
         "failed": len(group) - len(whole),
         "images": sum(map(_images, whole)),
@@ -223,11 +236,13 @@ def _line(defence: str, attack: str, adaptive: bool, group: Sequence[Mapping[str
 
 
 def _recognisable(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return how many images are recognisable, or None if there are guesses but SSIM was not measured on any.
+    """Return how many images are recognisable; None if nobody looked, or if SSIM was not measured on any guess.
 
     Rows of earlier versions have no blind guess. A target counts there as one image if its mean SSIM is at least 0.5;
     images of a batch without a guess count with an SSIM of 0.
     """
+    if rows and not any(map(seeks_pictures, rows)):
+        return None
     if not any(row.get("ssim") is not None for row in rows) and any(
         row.get("psnr") is not None or row.get("guessed") for row in rows
     ):
@@ -244,7 +259,8 @@ def _recognised(row: Mapping[str, Any]) -> int:
 
 def _images(row: Mapping[str, Any]) -> int:
     """Return the number of images that a row counts; a row of an earlier version counts as one."""
-    return int(row["images"]) if row.get("images_recognisable") is not None and row.get("images") else 1
+    counted = row.get("images_recognisable") is not None or not seeks_pictures(row)
+    return int(row["images"]) if counted and row.get("images") else 1
 
 
 def recovered(row: Mapping[str, Any]) -> bool:
@@ -262,6 +278,15 @@ def _not_decoded(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return why no row's guess was decoded although the defence hides images; "" if one was."""
     reasons = [row.get("not_decoded") or "" for row in rows]
     return reasons[0] if reasons and all(reasons) else ""
+
+
+def _canaries(rows: Iterable[Mapping[str, Any]]) -> Row:
+    """Return what canaries measured in the seed with the largest epsilon, and whether they exceed it in any seed."""
+    measured = [row for row in rows if row.get("epsilon_hat") is not None]
+    largest = max(measured, key=lambda row: float(row["epsilon_hat"]), default={})
+    verdicts = [row["canaries_exceed"] for row in measured if row.get("canaries_exceed") is not None]
+    found: Row = {key: largest.get(key) for key in MEASURED}
+    return found | {"canaries_exceed": any(verdicts) if verdicts else None}
 
 
 def _budget(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -36,7 +36,9 @@ def page_columns(lines: Sequence[Mapping[str, Any]], schema: Schema, *tables: st
     notes = [column for column in columns if column.format == "note"]
     used = {key for line in lines for key, value in line.items() if value not in (None, "")} | {"knows"}
     used -= set() if any(line.get("flags") for line in lines) else {"flags"}
-    return [column for column in columns if column not in notes] + [note for note in notes if note.key in used]
+    unused = {"epsilon_hat"} - used  # no canaries were played
+    figures = [column for column in columns if column not in notes and column.key not in unused]
+    return figures + [note for note in notes if note.key in used]
 
 
 def _th(column: Column) -> str:

@@ -1,7 +1,7 @@
 """The page of a training run: one self-contained HTML file that opens from disk."""
 
 import base64
-import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -9,11 +9,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from gradveil.config import TrainSettings, make_train_settings, read_settings
-from gradveil.errors import RunFolderError
+from gradveil.config import TrainSettings
 from gradveil.federated.learning import warning_of
 from gradveil.metrics import schema_of
+from gradveil.metrics.epsilon_hat import exceeding
 from gradveil.report.curves import draw_curves
+from gradveil.report.training_folder import read_training
 from gradveil.rows import Column
 from gradveil.storage import write_atomic
 
@@ -40,8 +41,9 @@ def write_page(
 ) -> Path:
     """Write ``report.html`` to ``out``, with the rows and the folder's ``curves.png``; return its path."""
     picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
-    alarms = warning_of(rows[-1], settings), warnings_of(rows)
-    worst = sorted(clients, key=lambda row: row["accuracy_own"])[:50]
+    last = _evaluated(rows)
+    alarms = warning_of(last, settings), warnings_of(rows), exceeding(last)
+    worst = sorted(clients, key=_own_accuracy)[:50]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>gradveil: {escape(settings.model)} on {escape(settings.dataset)}</title><style>{_STYLE}</style></head><body>
@@ -60,33 +62,41 @@ def write_page(
     return out / "report.html"
 
 
+def _own_accuracy(row: Mapping[str, Any]) -> float:
+    """Return a client's accuracy on its own images; a client that keeps it comes last."""
+    accuracy = row.get("accuracy_own")
+    return math.inf if accuracy is None else float(accuracy)
+
+
 def rewrite_page(folder: Path) -> Path:
-    """Write the page of a training run again from its folder; return its path."""
-    settings = make_train_settings(read_settings(folder / "settings.toml"))
-    rows, clients = ([json.loads(line) for line in _lines(folder / name)] for name in ("rows.jsonl", "clients.jsonl"))
-    if not rows or not clients:
-        raise RunFolderError(f"{folder} must hold a finished training, got one without results. Finish it: --resume.")
-    draw_curves(rows, folder)
-    return write_page(folder, settings, rows, clients, "")
+    """Write the page of a training run again from its folder; return its path.
 
-
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().splitlines()
-    except OSError:
-        return []
+    The run may be unfinished and files may be broken: the page says so.
+    """
+    found = read_training(folder)
+    draw_curves(found.rows, folder)
+    return write_page(folder, found.settings, found.rows, found.clients, " ".join(found.notes))
 
 
 def headline(settings: TrainSettings, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the result in a sentence."""
-    last = rows[-1]
+    last = _evaluated(rows)
     names = f"{settings.model} on {settings.dataset}, defence {settings.defence}"
+    if not last and rows and "round" in rows[-1]:  # sites gave no score
+        return f"{names}: after {rows[-1]['round']} rounds with {settings.clients} clients, the accuracy is not known."
+    if not last:
+        return f"{names}: no round that was evaluated could be read."
     if not last["round"]:
         return f"{names}: {last['accuracy']:.2%} of the test images are recognised before any training."
     return (
         f"{names}: after {last['round']} rounds with {settings.clients} clients, "
         f"{last['accuracy']:.2%} of the test images are recognised."
     )
+
+
+def _evaluated(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the last row with an accuracy, or {} if there is none."""
+    return next((row for row in reversed(rows) if row.get("accuracy") is not None), {})
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -41,6 +41,8 @@ def command_of(settings: Mapping[str, Any], defaults: Mapping[str, Any] | None =
     Example:
         >>> command_of({"kind": "audit", "dataset": "mnist-5k", "defences": ["none", "prune"], "adaptive": True})
         'gradveil audit --dataset mnist-5k --defences none,prune --adaptive --out DIR'
+        >>> command_of({"tap": [1, 500]})
+        'gradveil audit --tap 1/500 --out DIR'
     """
     pieces = ["gradveil", "audit"]
     for key, value in settings.items():
@@ -57,7 +59,9 @@ def command_of(settings: Mapping[str, Any], defaults: Mapping[str, Any] | None =
 
 
 def _text(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    if not isinstance(value, (list, tuple)):
+        return str(value)
+    return ("/" if value and all(isinstance(item, int) for item in value) else ",").join(map(str, value))
 
 
 def knowledge(summary: Iterable[Mapping[str, Any]]) -> str:

@@ -21,6 +21,7 @@ from gradveil.metrics.psnr import Psnr
 from gradveil.models import create_model
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Experiment, Lab, Paper, Result, rounded
+from gradveil.secret_stream import SecretStream
 from gradveil.threat import Observation, PublicKnowledge, Reconstruction, ThreatModel
 from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
@@ -47,13 +48,13 @@ def _trained(lab: Lab, dataset: Dataset, spec: str, steps: int, epochs: int = 1)
     if steps:
         order = torch.randperm(len(dataset.train), generator=stream(lab.seed, "ats", "train"))
         device = Device(_images(dataset.train, order[: 32 * steps].numpy()))
-        streams = Streams(stream(lab.seed, "ats", "client"), stream(lab.seed, "ats", "batches"))
+        streams = Streams(SecretStream(lab.seed, "ats", "client"), SecretStream(lab.seed, "ats", "batches"))
         how = LocalSettings(epochs=epochs, batch_size=32, momentum=0.9)
         play_client(net, device, Broadcast(received, lr=0.01), build_defence(spec), how, streams)
     return net.module.eval()
 
 
-def _under(policy: str, images: Tensor, rng: torch.Generator) -> Tensor:
+def _under(policy: str, images: Tensor, rng: SecretStream) -> Tensor:
     steps = policy_of(policy)
     return transformed(images, steps, random_signs(len(images), len(steps), rng))
 
@@ -68,10 +69,10 @@ def search(lab: Lab) -> Result:
     least = -85.0 * looked / KEPT
     wanted = PolicySearch(candidates, least_accuracy=least, privacy_images=lab.pick(4, 16, 50))
     found = search_policies(
-        semi, fresh, batch, _under, wanted, stream(lab.seed, "ats", "search"),
+        semi, fresh, batch, _under, wanted, SecretStream(lab.seed, "ats", "search"),
         progress=lambda share: lab.progress(share, "policies"),
     )  # fmt: skip
-    rng = stream(lab.seed, "ats", "published")
+    rng = SecretStream(lab.seed, "ats", "published")
     for policy in PUBLISHED:
         images = _under(policy, batch.images, rng)
         few = slice(0, lab.pick(4, 16, 50))

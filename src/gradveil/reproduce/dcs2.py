@@ -38,7 +38,7 @@ GS = "gs:sign=none,boxed=false,iterations={}"
 GGL = "ggl:optimiser=adam,iterations={}"
 """Adam as in the authors' code; the prior is the principal components of public images, not a trained GAN."""
 IMPRINT = "imprint:bins=10,query=dct,mode=0,distribution=laplace"
-"""As in the authors' code."""
+"""Bins and query as in the authors' code; see ``gain`` of the attack for the strength of its rows."""
 PLAIN, KNOWS, JOINT = "plain", "knows it", "searches both"
 """The paper's attacker; one who plays the first countermove; one who also searches the concealed samples."""
 Played = tuple[str, str]

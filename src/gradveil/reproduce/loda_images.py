@@ -30,6 +30,7 @@ from gradveil.metrics import align, score_targets
 from gradveil.models import Normalisation, create_model
 from gradveil.randomness import stream
 from gradveil.reproduce.base import Lab, rounded
+from gradveil.secret_stream import SecretStream
 from gradveil.storage import PrivateFolder
 from gradveil.threat import Observation, PublicKnowledge, Reconstruction, ThreatModel
 from gradveil.threat.observe import Federation, observe
@@ -262,7 +263,7 @@ def accuracy_under(defence: Defence, scene: LodaScene, model: str, epochs: int, 
         network = create_model(model, _shape(scene.learn), 10, seed, Normalisation(_numbers(MEAN), _numbers(STD)))
         net = FlatModel(network, lambda name: False)
         received = net.values[net.shared].clone()
-        streams = Streams(stream(seed, "loda", "client"), stream(seed, "loda", "batches"))
+        streams = Streams(SecretStream(seed, "loda", "client"), SecretStream(seed, "loda", "batches"))
         how = LocalSettings(epochs=epochs, batch_size=32, momentum=0.9, weight_decay=5e-4)
         device = Device(scene.learn, aux=scene.public)
         play_client(net, device, Broadcast(received, lr=0.02), defence, how, streams)
@@ -298,7 +299,7 @@ def _obscured(lab: Lab, scene: LodaScene, loda: Loda) -> Batch:
 def device(lab: Lab, scene: LodaScene) -> Client:
     """Return a client with the private images and the public images."""
     network = create_model(ATTACKED, _shape(scene.private), 10, lab.seed)
-    rng = stream(lab.seed, "loda", "obscure")
+    rng = SecretStream(lab.seed, "loda", "obscure")
     folder = PrivateFolder(lab.kept / "obscured")  # keeps finished batches if interrupted
     return Device(scene.private, aux=scene.public, folder=folder).client(network, rng)
 

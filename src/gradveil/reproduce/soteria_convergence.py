@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradveil.engines.devices import local_settings
 from gradveil.engines.simulation import Simulation
+from gradveil.federated.protocol import Protocol
 from gradveil.types import Batch
 
 
@@ -113,7 +113,7 @@ def converge(simulation: Simulation, perturbation: float) -> Convergence:
     """
     settings = simulation.settings
     clients = [simulation.data.client(number) for number in range(settings.clients)]
-    local_steps = local_settings(settings).num_steps(min(simulation.sizes))
+    local_steps = Protocol.of(settings).local.num_steps(min(simulation.sizes))
     mu, classes = settings.weight_decay, simulation.dataset.num_classes
     constants = measure(clients, classes, mu, settings.batch_size, _matrix(simulation.model))
     images, labels = torch.cat([c.images for c in clients]), torch.cat([c.labels for c in clients])

@@ -25,6 +25,7 @@ from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.metrics import Metric
 from gradveil.metrics.columns import STANDARD
 from gradveil.models import Model
+from gradveil.own import trusting_code
 from gradveil.registry import split_specs
 from gradveil.runs.attack import Scoring, attack_files
 from gradveil.runs.given import as_texts, fresh_folder, given_settings, usable_workers
@@ -83,6 +84,7 @@ def audit(
     out: str | Path | None = None,
     config: str | Path | None = None,
     resume: bool = False,
+    trust_code: bool = False,
     workers: int | None = None,
     data_root: str | Path | None = None,
     progress: Callable[[float, int, str], None] | None = None,
@@ -111,6 +113,7 @@ def audit(
         out: folder for the results; by default a new one below ``runs``.
         config: TOML file with settings; ``options`` override it.
         resume: continue the run in ``out``, with its settings.
+        trust_code: run Python files that are named by files or folders, not only those that you name.
         workers: worker processes; 0 uses this process only. The number never changes results.
         data_root: folder of the data sets.
         progress: called with the cells done, their number, and what is being done.
@@ -121,8 +124,9 @@ def audit(
     """
     given = {**_start(settings, AuditSettings), **as_texts(options)}
     folder = _path("out", out) or fresh_folder("audit", resume)
-    chosen = make_audit_settings(given_settings("audit", given, _path("config", config), folder, resume))
-    with _hidden_main():
+    together = given_settings("audit", given, _path("config", config), folder, resume, trust_code=trust_code)
+    chosen = make_audit_settings(together)
+    with _hidden_main(), trusting_code(trust_code):
         return run_audit(
             chosen,
             folder,
@@ -140,6 +144,7 @@ def train(
     out: str | Path | None = None,
     config: str | Path | None = None,
     resume: bool = False,
+    trust_code: bool = False,
     workers: int | None = None,
     data_root: str | Path | None = None,
     progress: Callable[[int, Mapping[str, Any] | None, str], None] | None = None,
@@ -163,6 +168,7 @@ def train(
         out: folder for the results; by default a new one below ``runs``.
         config: TOML file with settings; ``options`` override it.
         resume: continue the run in ``out``, with its settings.
+        trust_code: run Python files that are named by files or folders, not only those that you name.
         workers: worker processes; 0 uses this process only. The number never changes results.
         data_root: folder of the data sets.
         progress: called with the rounds done, the last row, and what is being done.
@@ -173,9 +179,9 @@ def train(
     """
     given = {**_start(settings, TrainSettings), **as_texts(options)}
     folder = _path("out", out) or fresh_folder("train", resume)
-    together = given_settings("train", given, _path("config", config), folder, resume)
+    together = given_settings("train", given, _path("config", config), folder, resume, trust_code=trust_code)
     chosen = with_absolute_paths(make_train_settings(together))
-    with _hidden_main():
+    with _hidden_main(), trusting_code(trust_code):
         return run_train(
             chosen,
             folder,
@@ -197,6 +203,7 @@ def attack(  # noqa: PLR0913 - its arguments are the options of the command
     device: str = "cpu",
     truth: str | Path | None = None,
     metrics: str | Metric | Sequence[str | Metric] = STANDARD,
+    trust_code: bool = False,
 ) -> AttackResult:
     """Rebuild private images from updates that any framework saved, as ``gradveil attack`` does.
 
@@ -222,29 +229,33 @@ def attack(  # noqa: PLR0913 - its arguments are the options of the command
         device: cpu, cuda or cuda:1.
         truth: an .npz file with the private ``images``, for scores; the attack never sees it.
         metrics: the metrics of the scores, as a list or as text with commas.
+        trust_code: run Python files that ``spec``, if it is a file, or a generator's file names.
 
     Raises:
         ConfigError: an argument is wrong; nothing was started.
     """
-    if isinstance(spec, Mapping):
-        known = make_spec(as_texts(spec), "spec")
-    else:
-        known = spec if isinstance(spec, UpdateSpec) else read_spec(_given_path("spec", spec))
     files = list(update) if isinstance(update, Iterable) and not isinstance(update, str) else [update]
     folder = _path("out", out) or fresh_folder("attack")
     texts = as_texts({"attack": attack, "metrics": metrics})
     chosen = texts["metrics"]
-    rows = attack_files(
-        _given_path("model_file", model_file),
-        [_given_path("update", file) for file in files],
-        known,
-        texts["attack"],
-        folder,
-        seed=seed,
-        device=device,
-        scoring=Scoring(_path("truth", truth), tuple(split_specs(chosen) if isinstance(chosen, str) else chosen)),
-    )
+    with trusting_code(trust_code):
+        rows = attack_files(
+            _given_path("model_file", model_file),
+            [_given_path("update", file) for file in files],
+            _known(spec),
+            texts["attack"],
+            folder,
+            seed=seed,
+            device=device,
+            scoring=Scoring(_path("truth", truth), tuple(split_specs(chosen) if isinstance(chosen, str) else chosen)),
+        )
     return AttackResult(folder, rows)
+
+
+def _known(spec: str | Path | Mapping[str, Any] | UpdateSpec) -> UpdateSpec:
+    if isinstance(spec, Mapping):
+        return make_spec(as_texts(spec), "spec")
+    return spec if isinstance(spec, UpdateSpec) else read_spec(_given_path("spec", spec))
 
 
 @_takes(AuditSettings, SCORED, targets=4)

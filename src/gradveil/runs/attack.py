@@ -3,7 +3,6 @@
 import json
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from gradveil.attacks import Attack, build_attack
 from gradveil.attacks.parts.countermoves import countermoves
 from gradveil.data import load_dataset
+from gradveil.data.arrays import read_arrays
 from gradveil.data.pixels import to_batch, to_unit
 from gradveil.defences import build_defence
 from gradveil.engines.devices import defended
@@ -28,6 +28,7 @@ from gradveil.metrics import align, schema_of, score_targets
 from gradveil.metrics.columns import STANDARD
 from gradveil.models import create_model, load_weights
 from gradveil.models.base import parse_normalisation
+from gradveil.own import names_code
 from gradveil.randomness import stream
 from gradveil.report.pictures import strip_png
 from gradveil.rows import Schema
@@ -41,6 +42,8 @@ from gradveil.validate import in_range, is_file
 
 PUBLIC_IMAGES = 500
 """An attack is given at most this many public images."""
+SMALL_MODEL = 10_000_000
+"""Numbers that a model may always have; a larger one must not have more than its file has bytes."""
 PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")
 
 
@@ -154,13 +157,14 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
     channels, height, width = spec.shape
     shape = (channels, height, width)
     defence = build_defence(spec.defence) if spec.defence else None
+    _check_file(model_file)
+    _check_size(spec, shape, model_file)
     network: nn.Module = create_model(
         spec.model, shape, spec.num_classes, seed=0, normalisation=parse_normalisation(spec.normalise, channels)
     )
     if defence is not None:
         network = defended(network, defence, 0, "server")
         hold_private(network, defence)
-    _check_file(model_file)
     try:
         load_weights(network, model_file, defence.private if defence else lambda _: False)
     except ConfigError as error:
@@ -181,6 +185,20 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
             defence=defence,
         ),
     )
+
+
+def _check_size(spec: UpdateSpec, shape: tuple[int, int, int], model_file: Path) -> None:
+    """Raise ConfigError before any memory is taken if a large model has more numbers than its file has bytes."""
+    if names_code(spec.model):
+        return
+    with torch.device("meta"):  # shapes only
+        network = create_model(spec.model, shape, spec.num_classes, seed=0)
+    count, most = sum(parameter.numel() for parameter in network.parameters()), model_file.stat().st_size
+    if count > max(most, SMALL_MODEL):
+        raise ConfigError(
+            f"model must be that of {model_file}, got {spec.model!r} with {count:,} numbers for a file of {most:,} "
+            "bytes. Check the model, its settings, the shape and the number of classes."
+        )
 
 
 def _other_defence(model_file: Path, given: str) -> str:
@@ -227,19 +245,14 @@ def _check_file(path: Path) -> None:
 
 def _read_arrays(path: Path) -> dict[str, Tensor]:
     """Return the arrays of an .npz file; uint8 stays uint8, all other types become float64."""
-    try:
-        with warnings.catch_warnings(), path.open("rb") as file:
-            warnings.simplefilter("ignore")  # headers written by Python 2 make numpy warn, harmlessly
-            content = np.load(file, allow_pickle=False)
-            arrays = {name: content[name] for name in content.files}
-        odd = [f"{name} of type {array.dtype}" for name, array in arrays.items() if array.dtype.kind not in "fiub"]
-        if odd:
-            raise ValueError(f"it holds {odd[0]}")
-    except Exception as error:  # zipfile, zlib and numpy raise many kinds for a broken file
+    arrays = read_arrays(path, "an .npz file of arrays of numbers by name", widest=8)
+    odd = next((name for name, array in arrays.items() if array.dtype.kind not in "fiub"), None)
+    if odd is not None:
         raise DataError(
-            f"{path} must be an .npz file of arrays of numbers by name, but {type(error).__name__}: {error}. "
+            f"{path} must be an .npz file of arrays of numbers by name, but it holds {odd} of type "
+            f"{arrays[odd].dtype}. "
             "Save it again with numpy.savez; arrays of Python objects are not loaded."
-        ) from error
+        )
     return {
         name: torch.from_numpy(array.copy() if array.dtype == np.uint8 else array.astype(np.float64))
         for name, array in arrays.items()

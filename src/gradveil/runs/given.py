@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.catalogue import kebab
-from gradveil.config import read_settings
+from gradveil.config import read_settings, refuse_code
 from gradveil.errors import ConfigError, RunFolderError
-from gradveil.own import adopt, is_adopted, reference_to
+from gradveil.own import adopt, is_adopted, reference_to, trusting_code
 from gradveil.registry import Component, spec_of
 
 KINDS: Mapping[str, str] = {
@@ -36,9 +36,14 @@ def fresh_folder(kind: str, resume: bool = False) -> Path:
 
 
 def given_settings(
-    kind: str, options: Mapping[str, Any], config: Path | None, out: Path, resume: bool
+    kind: str, options: Mapping[str, Any], config: Path | None, out: Path, resume: bool, *, trust_code: bool = False
 ) -> dict[str, Any]:
-    """Return the settings of a run: those it was started with, those of ``config``, the options; later ones win."""
+    """Return the settings of a run: those it was started with, those of ``config``, the options; later ones win.
+
+    Raises:
+        ConfigError: the folder's settings name Python files that neither options nor ``config`` name, and
+            ``trust_code`` is False.
+    """
     given = {key: value for key, value in options.items() if value is not None}
     saved = read_settings(out / "settings.toml") if resume and os.path.exists(out / "settings.toml") else {}
     if resume and not (saved or given or config):
@@ -47,7 +52,10 @@ def given_settings(
         raise RunFolderError(
             f"{out} must hold a run of gradveil {kind} to continue, got another kind of run. Choose another --out."
         )
-    return {**saved, **(read_settings(config) if config else {}), **given}
+    chosen = {**(read_settings(config) if config else {}), **given}
+    with trusting_code(trust_code):
+        refuse_code(saved, out / "settings.toml", chosen)
+    return {**saved, **chosen}
 
 
 def as_texts(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,23 @@
 """The specification of saved updates: a TOML file with what is known about them."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradveil.config import TrainSettings, absolute_dataset, read_settings, with_absolute_paths
-from gradveil.engines.devices import local_settings
+from gradveil.config import TrainSettings, absolute_dataset, read_settings, refuse_code, with_absolute_paths
+from gradveil.data.own import MAX_CLASSES
 from gradveil.errors import ConfigError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.registry import convert
 from gradveil.validate import in_range, one_of
 
+MOST_VALUES = 50_000_000
+"""Values (channels x height x width) of an image at most."""
+MOST_EXAMPLES = 10_000_000
+"""Images behind an update at most."""
 _LOCAL = tuple(field.name for field in dataclasses.fields(LocalSettings))
 
 
@@ -61,7 +66,12 @@ class UpdateSpec:
     def __post_init__(self) -> None:
         if len(self.shape) != 3 or min(self.shape) < 1:
             raise ConfigError(f"shape must be channels, height and width, e.g. [1, 28, 28], got {list(self.shape)}.")
+        if math.prod(self.shape) > MOST_VALUES:
+            raise ConfigError(
+                f"shape must be of an image with at most {MOST_VALUES:,} values, got {list(self.shape)}. Correct it."
+            )
         in_range("num_classes", self.num_classes, 1)
+        in_range("num_classes", self.num_classes, high=MAX_CLASSES)
         one_of("kind", self.kind, ["change", "gradient"])
         if self.kind == "change" and self.lr is None:
             raise ConfigError(
@@ -69,6 +79,7 @@ class UpdateSpec:
             )
         if self.num_examples is not None:
             in_range("num_examples", self.num_examples, 1)
+            in_range("num_examples", self.num_examples, high=MOST_EXAMPLES)
         lists = [row if isinstance(row, tuple) else (row,) for row in self.labels or ()]
         if self.labels is not None and (not lists or len({len(row) for row in lists}) != 1 or not lists[0]):
             raise ConfigError(f"labels must be a list, or lists of one length, got {list(self.labels)}.")
@@ -84,7 +95,7 @@ class UpdateSpec:
 
     def local_steps(self) -> LocalSettings | None:
         """Return how the clients trained, or None for a single step on all of their images."""
-        return None if self.epochs is None and self.batch_size is None else local_settings(self._training())
+        return None if self.epochs is None and self.batch_size is None else Protocol.of(self._training()).local
 
     def _training(self) -> TrainSettings:
         """Return the same facts as settings of a training, which checks them."""
@@ -114,8 +125,13 @@ class UpdateSpec:
 
 
 def read_spec(path: Path) -> UpdateSpec:
-    """Return the specification in a TOML file, resolved; an unknown key is an error with a did-you-mean."""
-    return make_spec(read_settings(path), str(path))
+    """Return the specification in a TOML file, resolved; an unknown key is an error with a did-you-mean.
+
+    The file may come from elsewhere, so that it must not name Python files, see `gradveil.config.refuse_code`.
+    """
+    values = read_settings(path)
+    refuse_code(values, path)
+    return make_spec(values, str(path))
 
 
 def make_spec(given: Mapping[str, object], source: str) -> UpdateSpec:

@@ -38,6 +38,8 @@ class Knowledge(StrEnum):
     """All private tensors except the keys, before the round, and their change in it."""
     ENCODINGS = "encodings"
     """The images as the network saw them, after the defence changed them: what a perfect inversion finds."""
+    MIXING = "mixing"
+    """The share of each of a client's images in each mixture that its network saw, as GradAttack's decoder has them."""
     ALTERS_MODEL = "alters-model"
     """The server changes the model that it broadcasts: a malicious server, not only a curious one."""
 

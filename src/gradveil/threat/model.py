@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradveil.defences.base import Defence
 from gradveil.errors import ThreatModelError
-from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.threat.knowledge import Knowledge, ThreatModel
 from gradveil.types import Batch, Tensors
 
@@ -21,6 +21,25 @@ class Lock(NamedTuple):
 
     before: dict[str, Tensor]
     change: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a server knows of a round that it organised, so that it can play it again with its own images.
+
+    Nothing in it is private; see `gradveil.threat.rehearsal.rehearse`.
+
+    Attributes:
+        network: the network with the broadcast weights, before the defence changed it.
+        protocol: how the clients train, and what of their updates the server sees.
+        num_clients: clients of the federation.
+        aux: public images that every device has, or None.
+    """
+
+    network: nn.Module
+    protocol: Protocol
+    num_clients: int = 0
+    aux: Batch | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +60,10 @@ class Observation:
         threat: what was granted.
         public: tensors that the server broadcast beside the model.
         rounds: number of updates per client.
+        later: what the same clients sent of the same images in later rounds, each with the network as broadcast then.
+        from_the_first: whether this and ``later`` are all rounds of the training from the first on, without a gap.
+        clients: number of clients behind each update: several if it is the mean of a round.
+        script: what it takes to play the round again with public images, or None if that is not known.
     """
 
     network: nn.Module
@@ -52,8 +75,13 @@ class Observation:
     threat: ThreatModel
     public: Tensors = field(default_factory=dict)
     rounds: int = 1
+    later: tuple["Observation", ...] = ()
+    from_the_first: bool = False
+    clients: int = 1
+    script: Script | None = field(default=None, repr=False)
     _facts: dict[Knowledge, object] = field(default_factory=dict, repr=False)
     _step_size: float | None = field(default=None, repr=False)
+    _batch_norm: str | None = field(default=None, repr=False)
     _num_images: int | None = field(default=None, repr=False)
 
     @property
@@ -81,6 +109,11 @@ class Observation:
     def encodings(self) -> Batch:
         """Return the batches as the network saw them, joined: images (T * B, C, H, W)."""
         return self._fact(Knowledge.ENCODINGS, Batch)
+
+    @property
+    def mixing(self) -> Tensor:
+        """Return the share of each of a client's N images in each mixture, (T, B, N)."""
+        return self._fact(Knowledge.MIXING, Tensor)
 
     @property
     def local_steps(self) -> LocalSettings:
@@ -161,9 +194,37 @@ class Observation:
             raise ThreatModelError("The learning rate is not known for these updates.")
         return self._step_size
 
+    @property
+    def batch_norm(self) -> str:
+        """Return how the clients used BatchNorm: average, local or freeze, as in `LocalSettings`.
+
+        The server dictates it with FedSGD's learning rate, so it knows it; for several steps it is part of local-steps.
+        If updates from elsewhere do not state it, running statistics that changed in all of them reveal it.
+        """
+        if self.knows(Knowledge.LOCAL_STEPS) or not self.single_step:
+            return self.local_steps.batch_norm
+        if self._batch_norm is not None:
+            return self._batch_norm
+        changed = [change.flatten(1).any(1) for change in self.buffers.values()]
+        return "average" if changed and bool(torch.stack(changed).any(0).all()) else "freeze"
+
     def knows(self, knowledge: Knowledge) -> bool:
         """Return whether a fact was granted."""
         return knowledge in self.threat.knows
+
+    def without(self, *facts: Knowledge) -> "Observation":
+        """Return the observation of an attacker who was not granted some facts."""
+        return replace(
+            self,
+            threat=ThreatModel(self.threat.knows - set(facts)),
+            later=tuple(one.without(*facts) for one in self.later),
+            _facts={knowledge: fact for knowledge, fact in self._facts.items() if knowledge not in facts},
+        )
+
+    def with_public(self, images: Batch) -> "Observation":
+        """Return the observation of an attacker who has other public images; they must have been granted."""
+        _ = self.public_data
+        return replace(self, _facts={**self._facts, Knowledge.PUBLIC_DATA: images})
 
     def only(self, targets: Sequence[int]) -> "Observation":
         """Return the observation of some of the T updates, each as an update of its own client."""
@@ -177,6 +238,7 @@ class Observation:
             updates={name: tensor[rows] for name, tensor in self.updates.items()},
             buffers={name: tensor[rows] for name, tensor in self.buffers.items()},
             rounds=1,
+            later=tuple(one.only(targets) for one in self.later),
             _facts=parts,
         )
 
@@ -194,8 +256,8 @@ class Observation:
 
 
 _BY_TARGET = {
-    Knowledge.LABELS, Knowledge.ENCODINGS, Knowledge.BATCH_STATISTICS, Knowledge.PRIVATE_STATE, Knowledge.KEY,
-    Knowledge.LOCK,
+    Knowledge.LABELS, Knowledge.ENCODINGS, Knowledge.MIXING, Knowledge.BATCH_STATISTICS, Knowledge.PRIVATE_STATE,
+    Knowledge.KEY, Knowledge.LOCK,
 }  # fmt: skip
 """Facts with one entry per update; the others are common to all updates."""
 
@@ -227,6 +289,7 @@ class Reconstruction:
         steps: (K) the step of the search at which each intermediate guess was taken.
         answers: (T) the countermoves and decoders used against a known defence, by name, or "".
         not_decoded: (T) the decoder that did not run and what it lacked, or "".
+        flags: (T) reasons of the attack itself not to trust a target's figures, or ().
     """
 
     images: Tensor
@@ -238,3 +301,4 @@ class Reconstruction:
     steps: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
     not_decoded: tuple[str, ...] = ()
+    flags: tuple[tuple[str, ...], ...] = ()

@@ -8,14 +8,16 @@ from torch import nn
 
 from gradveil.defences.base import Defence, Server
 from gradveil.errors import ConfigError, ThreatModelError
+from gradveil.federated.aggregation import mean_of
 from gradveil.federated.client import Broadcast, Device, Streams, play_client
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import Protocol
 from gradveil.randomness import global_stream, stream
+from gradveil.secret_stream import SecretStream
 from gradveil.threat.knowledge import Knowledge, PublicKnowledge, ThreatModel
-from gradveil.threat.model import Observation
-from gradveil.threat.seen import Seen, assembled, hold_private, joined
-from gradveil.types import Batch
+from gradveil.threat.model import Observation, Script
+from gradveil.threat.seen import Seen, assembled, hold_private, joined, summed
+from gradveil.types import Batch, Tensors
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class Federation:
         clients: the numbers of the observed clients, in place of those from ``first_client`` on.
         seed: of all random draws.
         alter: how a malicious server changes a copy of the network before it broadcasts it; must be granted.
+        state: the broadcast state of the network after ``on_model``, for a network that was trained under the defence;
+            an altered network does not get it.
+        public: what the server broadcasts beside the model; None lets guards train first, as in a round.
     """
 
     guards: Sequence[Batch] = ()
@@ -39,6 +44,8 @@ class Federation:
     clients: tuple[int, ...] = ()
     seed: int = 0
     alter: Callable[[nn.Module], nn.Module] | None = None
+    state: Tensors | None = None
+    public: Tensors | None = None
 
 
 def observe(
@@ -54,7 +61,7 @@ def observe(
 ) -> Observation:
     """Let each client train on its private images as it would in a round, and return what a server then has.
 
-    Updates are those after the server's hook, ``on_server``.
+    Updates are those after the server's hook, ``on_server``; under secure aggregation there is one, the mean of all.
 
     Args:
         network: the undefended network with the broadcast weights; not changed.
@@ -84,14 +91,21 @@ def observe(
     server = _server(world)
     guards, others = _numbers(world, len(private))
     early = {number: _play(world, server, number, batch, 1)[0].update for number, batch in guards}
-    server = replace(server, public=defence.public(early, server))
+    beside = defence.public(early, server) if federation.public is None else federation.public
+    server = replace(server, public=beside)
 
     # Step 2: the observed clients train.
     numbered = zip(others, private, strict=False)
     played = [one for number, batch in numbered for one in _play(world, server, number, batch, protocol.rounds)]
 
+    script = Script(network, protocol, federation.num_clients, federation.aux)
+    if protocol.aggregation == "secure":
+        mean = mean_of([one.update for one in played], [float(one.update.num_examples) for one in played])
+        protocol = replace(protocol, local=protocol.local.of_sum(len(played)))
+        played = [summed(played, mean)]
+
     # Step 3: the attacker gets the updates, and the facts that the threat model grants.
-    return assembled(
+    seen = assembled(
         server,
         played,
         defence=defence,
@@ -101,6 +115,7 @@ def observe(
         public=public,
         looks=protocol.rounds,
     )
+    return replace(seen, script=script)
 
 
 @dataclass(frozen=True)
@@ -116,6 +131,11 @@ class _World:
 def _check_batches(private: Sequence[Batch], protocol: Protocol) -> None:
     if not private or len({batch.images.shape for batch in private}) != 1:
         raise ConfigError(f"private must be batches of one shape, got {[tuple(b.images.shape) for b in private]}.")
+    if protocol.aggregation == "secure" and (len(private) < 2 or protocol.rounds > 1):
+        raise ConfigError(
+            f"aggregation secure needs two clients or more and a single round, got {len(private)} clients and "
+            f"{protocol.rounds} rounds. Pass more batches of private images, or aggregation='none'."
+        )
     how, whole = protocol.local, len(private[0])
     if how.algorithm != "fedsgd" or how.batch_size in (0, whole):
         return
@@ -139,7 +159,9 @@ def _server(world: _World) -> Server:
     """Return the server with its defended network, before it broadcasts anything beside it."""
     seed, number = world.federation.seed, world.protocol.first_round
     with global_stream(seed, "observe"):
-        network = world.defence.on_model(copy.deepcopy(world.network), stream(seed, "observe", "server"))
+        network = world.defence.on_model(copy.deepcopy(world.network), SecretStream(seed, "observe", "server"))
+    if world.federation.state is not None and world.federation.alter is None:
+        network.load_state_dict(world.federation.state)
     hold_private(network, world.defence)
     return Server(number, network, {}, {}, stream(seed, "observe", "server", number))
 
@@ -154,13 +176,13 @@ def _numbers(world: _World, num_private: int) -> tuple[list[tuple[int, Batch]], 
         else max(federation.num_clients, len(batches) + first + num_private)
     )
     guards = world.defence.early_clients(everyone)
-    if len(guards) != len(batches):
+    if federation.public is None and len(guards) != len(batches):
         raise ConfigError(
             f"Federation.guards must hold a batch for each of the defence's {len(guards)} guards, got {len(batches)}. "
             "Pass federation=Federation(guards=[...])."
         )
     others = [number for number in range(everyone + len(guards)) if number not in guards]
-    return list(zip(guards, batches, strict=True)), list(federation.clients) or others[first:]
+    return list(zip(guards, batches, strict=False)), list(federation.clients) or others[first:]
 
 
 def _play(world: _World, server: Server, number: int, batch: Batch, rounds: int) -> list[Seen]:
@@ -168,7 +190,7 @@ def _play(world: _World, server: Server, number: int, batch: Batch, rounds: int)
     defence, protocol, seed = world.defence, world.protocol, world.federation.seed
     device, seen = Device(batch, number, aux=world.federation.aux), list[Seen]()
     with global_stream(seed, "observe", "client", number):
-        module = defence.on_model(copy.deepcopy(world.network), stream(seed, "observe", "on_model", number))
+        module = defence.on_model(copy.deepcopy(world.network), SecretStream(seed, "observe", "on_model", number))
         net = FlatModel(module, defence.private)
         received = net.shared_vector(server.model.state_dict())
         for round_number in range(server.round, server.round + rounds):

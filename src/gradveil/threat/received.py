@@ -9,8 +9,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from gradveil.errors import ConfigError
+from gradveil.federated.protocol import ONE_GRADIENT, Protocol
 from gradveil.threat.knowledge import Knowledge, Known, ThreatModel
-from gradveil.threat.model import Observation
+from gradveil.threat.model import Observation, Script
 from gradveil.validate import in_range, one_of
 
 MOST_EXAMPLES = 100_000
@@ -40,8 +41,9 @@ def received(
         kind: ``change`` (weights after minus weights before) or ``gradient``.
         lr: the clients' learning rate, for changes.
         num_examples: number of images behind each update.
-        known: what else the attacker knows: labels, local training (by default a single step on all images), the
-            defence, public data, class averages, batch statistics.
+        known: what else the attacker knows: labels, local training (by default a single step on all images, with
+            BatchNorm frozen unless all updates changed its running statistics), the defence, public data, class
+            averages, batch statistics.
 
     Raises:
         ConfigError: if a tensor is missing, unknown or of the wrong shape, or the facts contradict each other.
@@ -73,9 +75,18 @@ def received(
         num_classes=num_classes,
         single_step=steps == 1,
         threat=ThreatModel(frozenset(facts)),
+        script=_script(network, known, lr),
         _facts=facts,
         _step_size=lr,
+        _batch_norm=None if known.local_steps is None else known.local_steps.batch_norm,
     )
+
+
+def _script(network: nn.Module, known: Known, lr: float) -> Script | None:
+    """Return what it takes to play the round again, or None if the defence changed the network that was received."""
+    if known.defence is not None and known.defence.overrides("on_model"):
+        return None
+    return Script(copy.deepcopy(network), Protocol(known.local_steps or ONE_GRADIENT, lr))
 
 
 def _clients(updates: Arrays | Sequence[Arrays]) -> list[Arrays]:

@@ -12,6 +12,7 @@ from gradveil.defences.base import Defence, Server
 from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.networks.watch import LayerCall, watch
 from gradveil.threat.knowledge import Knowledge, PublicKnowledge, ThreatModel
+from gradveil.threat.mixtures import mixing_of
 from gradveil.threat.model import Lock, Observation
 from gradveil.types import Batch, Tensors, Update
 
@@ -28,6 +29,7 @@ class Seen:
         after: the same after training.
         state: the rest of its private state after the round.
         encodings: the images that its network saw.
+        clients: number of clients whose rounds these are; more than one for a mean.
     """
 
     client: int
@@ -37,6 +39,7 @@ class Seen:
     after: dict[str, Tensor]
     state: dict[str, Tensor]
     encodings: Batch
+    clients: int = 1
 
 
 def assembled(
@@ -68,10 +71,25 @@ def assembled(
         threat=threat,
         public=server.public,
         rounds=looks,
+        clients=played[0].clients,
         _facts={knowledge: fact for knowledge, fact in facts.items() if knowledge in threat.knows},
         _step_size=protocol.lr,
+        _batch_norm=protocol.local.batch_norm,
         _num_images=len(private[0]),
     )
+
+
+SUM = -1
+"""Stands for the number of a client if an update is the mean of several clients' updates."""
+
+
+def summed(played: Sequence[Seen], mean: Update) -> Seen:
+    """Return the round of several clients as one: their images together, and the mean of their updates.
+
+    The private tensors and states of different clients can't be combined, so there are none.
+    """
+    private, encodings = (joined([getattr(one, part) for one in played]) for part in ("private", "encodings"))
+    return Seen(SUM, private, mean, {}, {}, {}, encodings, len(played))
 
 
 def hold_private(network: nn.Module, defence: Defence) -> None:
@@ -112,6 +130,10 @@ def _shown_facts(
         facts[Knowledge.BATCH_STATISTICS] = _batch_statistics(server.model, shown, [one.before for one in played])
     if Knowledge.ENCODINGS in threat.knows and single:
         facts[Knowledge.ENCODINGS] = joined([one.encodings for one in played])
+    if Knowledge.MIXING in threat.knows and single:
+        shares = [mixing_of(one.encodings.images, one.private.images) for one in played]
+        there = [one for one in shares if one is not None]
+        facts[Knowledge.MIXING] = torch.stack(there) if len(there) == len(shares) else None
     return facts
 
 

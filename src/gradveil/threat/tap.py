@@ -13,11 +13,12 @@ from gradveil.errors import DataError
 from gradveil.federated.client import Played
 from gradveil.federated.protocol import Protocol
 from gradveil.federated.server import Round
+from gradveil.limits import parse_json
 from gradveil.randomness import stream
-from gradveil.storage import load_tensors, read_metadata, save_tensors
+from gradveil.storage import load_tensors, make_folder, read_metadata, save_tensors
 from gradveil.threat.knowledge import PublicKnowledge, ThreatModel
 from gradveil.threat.model import Observation
-from gradveil.threat.seen import Seen, assembled, hold_private, joined
+from gradveil.threat.seen import SUM, Seen, assembled, hold_private, joined, summed
 from gradveil.types import Batch, Tensors, Update
 
 
@@ -31,7 +32,9 @@ class TappedRound:
         model: the state of the server's network when it was broadcast; private parts are the server's own stand-ins.
         public: what was broadcast beside the model.
         seen: the rounds of the chosen clients, in the order in which they were chosen.
-        digests: the digest of every client's update, by the client's number.
+        digests: the digest of everything that the server received: of every client's update, by the client's number,
+            or under secure aggregation of early clients' updates and, by the number `SUM`, of the others' mean.
+        mean: the mean of all updates but early ones, if aggregation was secure; else None.
     """
 
     number: int
@@ -40,19 +43,25 @@ class TappedRound:
     public: dict[str, Tensor]
     seen: tuple[Seen, ...]
     digests: dict[int, str]
+    mean: Update | None = None
 
     def of(self, client: int) -> Seen:
-        """Return the round of one chosen client."""
+        """Return the round of one chosen client, or of all of them together for `SUM`."""
+        if client == SUM and self.mean is not None:
+            return summed(self.seen, self.mean)
         return next(one for one in self.seen if one.client == client)
 
     def save(self, path: Path) -> None:
         """Save the round as one file that only its owner can read."""
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path.parent, 0o700)
         tensors = _named("model", self.model) | _named("public", self.public)
         for one in self.seen:
             for part, values in _parts(one).items():
                 tensors |= _named(f"{one.client}/{part}", values)
+        if self.mean is not None:
+            tensors |= _named("mean", self.mean.tensors) | _named("mean buffers", self.mean.buffers)
         facts = {
+            "mean": None if self.mean is None else self.mean.num_examples,
             "round": self.number,
             "lr": self.lr,
             "examples": {str(one.client): one.update.num_examples for one in self.seen},
@@ -65,12 +74,16 @@ def load_tapped(path: Path) -> TappedRound:
     """Load a round that `TappedRound.save` wrote. Raise `DataError` if the file is missing or not whole."""
     tensors, kept = load_tensors(path), read_metadata(path)
     try:
-        facts = {key: json.loads(kept[key]) for key in ("round", "lr", "examples", "digests")}
+        facts = {key: parse_json(kept[key]) for key in ("round", "lr", "examples", "digests", "mean")}
         seen = tuple(_seen(tensors, int(client), count) for client, count in facts["examples"].items())
-    except (KeyError, ValueError) as error:
+        digests = {int(client): str(digest) for client, digest in facts["digests"].items()}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} must be a tapped round of this version of gradveil, got: {error!r}.") from error
-    digests = {int(client): str(digest) for client, digest in facts["digests"].items()}
-    return TappedRound(facts["round"], facts["lr"], _below(tensors, "model"), _below(tensors, "public"), seen, digests)
+    model, public, tensors_of_mean, buffers = (
+        _below(tensors, part) for part in ("model", "public", "mean", "mean buffers")
+    )
+    mean = None if facts["mean"] is None else Update(tensors_of_mean, facts["mean"], buffers)
+    return TappedRound(facts["round"], facts["lr"], model, public, seen, digests, mean)
 
 
 @dataclass
@@ -78,11 +91,14 @@ class Tap:
     """Records chosen clients' rounds of a `Simulation`, see `Simulation.attach`.
 
     Attributes:
-        clients: the clients to record, by the number of the round; each must train in that round.
+        clients: the clients to record, by the number of the round; each must train in that round. Under secure
+            aggregation these must be all clients of the round but early ones.
+        aggregation: what the server sees: ``none``, each update, or ``secure``, only their mean.
         rounds: what was recorded, by the number of the round.
     """
 
     clients: Mapping[int, Sequence[int]]
+    aggregation: str = "none"
     rounds: dict[int, TappedRound] = field(default_factory=dict)
     _trained: dict[int, "_Trained"] = field(default_factory=dict, repr=False)
 
@@ -105,13 +121,17 @@ class Tap:
         if played.number not in self.clients:
             return
         chosen = self.clients[played.number]
+        mean = played.mean if self.aggregation == "secure" else None
+        apart = played.recovered if mean is None else {client: played.recovered[client] for client in played.early}
+        received = dict(apart) if mean is None else {**apart, SUM: mean}
         self.rounds[played.number] = TappedRound(
             number=played.number,
             lr=lr,
             model=_copied(network.state_dict()),
             public=_copied(played.public),
             seen=tuple(trained[client].seen(client, played.recovered[client]) for client in chosen),
-            digests={client: update.sha256() for client, update in played.recovered.items()},
+            digests={client: update.sha256() for client, update in received.items()},
+            mean=mean,
         )
 
 
@@ -129,7 +149,7 @@ def observation(
     """Return what the server of a training has of some tapped clients, who must have equally many private images.
 
     ``network`` is the server's network, after ``on_model``; a copy of it gets the broadcast state. The protocol's
-    learning rate must be that of the round.
+    learning rate must be that of the round. Under secure aggregation `SUM` is the only client there is to see.
     """
     module = copy.deepcopy(network)
     module.load_state_dict(tapped.model)
@@ -210,4 +230,4 @@ def _on(one: Seen, device: str) -> Seen:
     )
     buffers = {name: tensor.to(device) for name, tensor in one.update.buffers.items()}
     sent = Update(update, one.update.num_examples, buffers)
-    return Seen(one.client, one.private.to(device), sent, before, after, state, one.encodings.to(device))
+    return Seen(one.client, one.private.to(device), sent, before, after, state, one.encodings.to(device), one.clients)

@@ -152,3 +152,35 @@ def test_weight_decay_is_kept_by_the_one_step_approximation():
     found = replay_of(seen, "once", torch.Generator())(images.float(), labels, seen.gradients)
     for name, tensor in seen.gradients.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["average", "local", "freeze"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_pass_simulates_single_steps_with_batch_norm_as_the_clients_used_it(mode, size):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sigmoid(), nn.Flatten(), nn.Linear(72, 3))
+    images, labels = data(2, size)
+    labels = labels.view(2, size).sort(1).values.flatten()
+    private = [
+        Batch(images.float()[own : own + size], labels[own : own + size], torch.zeros(size) > 0) for own in (0, size)
+    ]
+    how = LocalSettings("fedsgd", batch_size=0, batch_norm=mode)
+    seen = observe(network, private, threat=ThreatModel.of("num-examples"), num_classes=3, protocol=Protocol(how, 0.1))
+    assert seen.batch_norm == mode
+    seen = replace(seen, buffers={})  # the server dictated the mode: nothing has to reveal it
+    replay = replay_of(seen, "unroll", torch.Generator())
+    assert replay.is_plain
+    assert replay.mixes == (mode != "freeze")
+    found = replay(images.float(), labels, seen.gradients)
+    for name, tensor in seen.gradients.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_a_network_without_batch_norm_is_simulated_as_it_is():
+    private = [Batch(*(t.float() if t.is_floating_point() else t for t in data(1, 1)), torch.zeros(1) > 0)]
+    network = small().float()
+    how = LocalSettings("fedsgd", batch_size=0, batch_norm="average")
+    seen = observe(network, private, threat=ThreatModel.of("num-examples"), num_classes=3, protocol=Protocol(how, 0.1))
+    replay = replay_of(seen, "unroll", torch.Generator())
+    assert replay.network is seen.network
+    assert replay.how is None

@@ -8,7 +8,8 @@ from gradveil.attacks.parts.local_training import replay_of
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.search import Priors, Search
 from gradveil.attacks.parts.search_layout import DECOY_LABELS, DECOYS, IMAGES, LABELS, output_of
-from gradveil.attacks.parts.search_step import SearchStep, SearchTask
+from gradveil.attacks.parts.search_step import SearchStep
+from gradveil.attacks.parts.search_task import SearchTask
 from gradveil.defences.countermove import Countermove
 from gradveil.networks.grads import example_gradients
 from tests.attacks.scene import scene

@@ -1,11 +1,16 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gradveil.attacks.parts.unmixing import (
     Mixtures,
+    SoftLabels,
+    _centred,
     agreed_signs,
     dealt,
     estimated_coefficients,
+    labelled_coefficients,
     likely_sign,
     overlaps,
     similarities,
@@ -141,3 +146,45 @@ def test_a_few_real_images_are_distinguished_from_their_negatives(real_data):
     with torch.no_grad():
         odds = (network(pixels[0]) - network(-pixels[0])).view(-1, 8).sum(1)
     assert (odds > 0).float().mean() > 0.96  # a linear discriminant has 0.975 of eight, and 0.9 of four
+
+
+def shares_of(classes, count=60, seed=0):
+    """Return coefficients of images, each the main one in turn, and the soft labels that they give."""
+    rng = torch.Generator().manual_seed(seed)
+    mixing = torch.rand(count, len(classes), generator=rng)
+    mixing[torch.arange(count), torch.arange(count) % len(classes)] += 2.0
+    mixing = mixing / mixing.sum(1, keepdim=True)
+    return mixing, mixing @ torch.nn.functional.one_hot(torch.tensor(classes), 6).float()
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=7), st.integers(0, 5))
+@settings(deadline=None, max_examples=30)
+def test_soft_labels_tell_how_many_images_each_class_has(classes, seed):
+    mixing, soft = shares_of(classes, seed=seed)
+    labels = SoftLabels.of(soft, len(classes))
+    assert labels.classes.tolist() == sorted(classes)
+    order = torch.tensor(classes).argsort(stable=True)
+    torch.testing.assert_close(labels.fitted(mixing[:, order]), mixing[:, order])
+    wrong = labels.fitted(torch.rand(mixing.shape, generator=torch.Generator().manual_seed(seed)))
+    torch.testing.assert_close(wrong @ torch.nn.functional.one_hot(labels.classes, 6).float(), soft)
+    nothing = labels.fitted(torch.zeros_like(mixing))
+    torch.testing.assert_close(nothing.sum(1), torch.ones(len(mixing)))
+
+
+def test_more_classes_than_images_tell_nothing():
+    assert SoftLabels.of(torch.eye(6), 3) is None
+
+
+def test_shares_of_images_with_a_class_of_their_own_are_read_off():
+    mixing, soft = shares_of([4, 0, 2])
+    found = labelled_coefficients(torch.eye(60), SoftLabels.of(soft, 3), steps=1, rng=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found, mixing[:, [1, 2, 0]])
+
+
+def test_images_of_one_class_are_told_apart_by_similarity():
+    mixing, soft = shares_of([1, 1, 3, 5])
+    similarity = _centred(overlaps(mixing))
+    rng = torch.Generator().manual_seed(0)
+    found = labelled_coefficients(similarity, SoftLabels.of(soft, 4), steps=300, rng=rng)
+    miss = min(float((found[:, [a, 1 - a]] - mixing[:, :2]).abs().mean()) for a in (0, 1))
+    assert miss < 0.03

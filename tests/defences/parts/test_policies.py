@@ -5,6 +5,7 @@ import torch
 from gradveil.defences.parts.policies import PolicySearch, accuracy_score, privacy_scores, search_policies
 from gradveil.errors import ConfigError
 from gradveil.models import create_model
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch
 
 
@@ -20,8 +21,8 @@ def batch():
 
 
 def test_privacy_is_the_area_under_the_cosines_image_by_image(network, batch):
-    found = privacy_scores(network, batch.images, batch.labels, torch.Generator().manual_seed(3))
-    noise = torch.rand(batch.images.shape, generator=torch.Generator().manual_seed(3))
+    found = privacy_scores(network, batch.images, batch.labels, SecretStream(3))
+    noise = SecretStream(3).uniform(batch.images.shape)
     for number in range(2):
         image, label = batch.images[number : number + 1], batch.labels[number : number + 1]
 
@@ -54,7 +55,7 @@ def test_the_search_sorts_by_privacy_those_that_keep_enough_accuracy(network, ba
         return images * (1 - int(policy.split("-")[0]) / 100)
 
     def search(least):
-        rng = torch.Generator().manual_seed(0)
+        rng = SecretStream(0)
         return search_policies(network, network, batch, dimmed, PolicySearch(6, least_accuracy=least), rng)
 
     everything = search(-1e9)
@@ -67,7 +68,7 @@ def test_the_search_sorts_by_privacy_those_that_keep_enough_accuracy(network, ba
 
 
 def test_bad_input(network, batch):
-    rng = torch.Generator()
+    rng = SecretStream(0)
     with pytest.raises(ConfigError, match="at least two images"):
         search_policies(network, network, batch[:1], lambda p, i, r: i, PolicySearch(1), rng)
     with pytest.raises(ConfigError, match="at most the number"):

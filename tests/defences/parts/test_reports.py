@@ -8,6 +8,7 @@ from gradveil.defences import Client, Defence, build_defence
 from gradveil.defences.parts.reports import Reports, mean_over_clients
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import DefenceError
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch
 from tests.conftest import PROBES
 
@@ -37,7 +38,7 @@ def test_only_clients_that_reported_a_number_count():
 
 def test_a_client_that_a_user_builds_takes_any_name():
     nothing = Batch(torch.zeros(0, 1, 1, 1), torch.zeros(0, dtype=torch.long), torch.zeros(0) > 0)
-    client = Client(0, 1, nn.Identity(), {}, nothing, {}, {}, torch.Generator())
+    client = Client(0, 1, nn.Identity(), {}, nothing, {}, {}, SecretStream(0))
     client.report("anything", 2)
     assert client.reports.means() == {"anything": 2.0}
 

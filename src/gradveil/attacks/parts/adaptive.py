@@ -2,11 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from gradveil.attacks.parts.countermoves import countermove, countermoves
+from gradveil.attacks.parts.learned_priors import LearnedPrior
 from gradveil.attacks.parts.search import Priors, Search
 from gradveil.attacks.parts.separation import KEEP, PROJECT, Told, projected, stacked, told_apart
 from gradveil.defences.countermove import Countermove
@@ -27,6 +28,7 @@ class Answer(NamedTuple):
     name: str
     targets: list[int]
     move: Countermove | None
+    separates: bool = False
 
 
 def answers(seen: Observation, choice: str = "") -> list[Answer]:
@@ -44,7 +46,7 @@ def answers(seen: Observation, choice: str = "") -> list[Answer]:
     gradients = seen.mean_gradients if move.look is None else move.look(seen.mean_gradients)
     told = dict(enumerate(told_apart(seen, gradients, move.own_label, spares=move.decoys < 1)))
     apart = {target: each for target, each in told.items() if each is not None}
-    found = [Answer(name, list(apart), _separating(gradients, apart))] if apart else []
+    found = [Answer(name, list(apart), _separating(gradients, apart), separates=True)] if apart else []
     rest = [target for target in everyone if target not in apart]
     return [*found, Answer("joint", rest, replace(move, separate=False))] if rest else found
 
@@ -59,7 +61,8 @@ def turned(search: Search, seen: Observation, move: Countermove | None) -> Searc
     (an absolute value times :math:`\sqrt 2 / \sigma_l` for Laplace noise), assuming that neighbouring pixels differ by
     Laplace noise of scale b, `ROUGHNESS`; both terms are divided by the number of pixels. A generator that was trained
     on images replaces the second term. A search from noise would often end where all gradients vanish, so this one
-    starts from the result of a search with the attack's own distance.
+    starts from the result of a search with the attack's own distance. If the search learns priors from public images,
+    each of them replaces the second term in turn, and the first of them finds the start.
 
     Args:
         search: the attack's own search.
@@ -78,7 +81,7 @@ def turned(search: Search, seen: Observation, move: Countermove | None) -> Searc
         name: move.weights.get(name, 1.0) * (math.sqrt(2) / std if objective.kind == "l1" else 0.5 / std**2) / pixels
         for name, std in move.noise.items()
     }
-    return replace(
+    likeliest = replace(
         search,
         objective=replace(objective, weights=weights, relative=False),
         residual=sum(
@@ -91,6 +94,24 @@ def turned(search: Search, seen: Observation, move: Countermove | None) -> Searc
         move=move,
         first=replace(search, move=move, objective=replace(search.objective, weights=move.weights)),
     )
+    return likeliest if search.learn is None else _learned(likeliest, search.learn(), _spread(seen))
+
+
+def _learned(search: Search, priors: Sequence[LearnedPrior], spread: float) -> Search:
+    """Return a search with each of the priors in turn; ``spread`` is what pixels are normalised by."""
+    found = None
+    for prior in priors:
+        alone = replace(search.priors, tv=0.0, learned=prior.penalty)
+        found = replace(
+            search,
+            priors=alone,
+            first=found,
+            optimiser="adam",
+            sign="none",
+            schedule="constant",
+            lr=prior.rate / spread,
+        )
+    return search if found is None else found
 
 
 def _smooth(search: Search, seen: Observation) -> Priors:

@@ -41,14 +41,15 @@ class Block(nn.Module):
 
     Attributes:
         rows: Linear from D pixels to one number per row.
+        act: ReLU; or, with ``cap``, a ramp from 0 to ``cap`` that is constant on both sides.
         shift: Linear from these numbers back to D pixels.
     """
 
-    def __init__(self, rows: int, shape: tuple[int, int, int]) -> None:
+    def __init__(self, rows: int, shape: tuple[int, int, int], cap: float | None = None) -> None:
         super().__init__()
         size = shape[0] * shape[1] * shape[2]
         self.rows = nn.Linear(size, rows, device="meta").to_empty(device="cpu")  # no random draw
-        self.act = nn.ReLU()
+        self.act = nn.ReLU() if cap is None else nn.Hardtanh(0, cap)
         self.shift = nn.Linear(rows, size, device="meta").to_empty(device="cpu")
 
     def forward(self, images: Tensor) -> Tensor:

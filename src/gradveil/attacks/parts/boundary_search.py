@@ -38,7 +38,7 @@ class Found:
     asked: Tensor
 
 
-class Labels:
+class QueriedLabels:
     """Access to a network's predicted labels only, with a count of the queries per image."""
 
     def __init__(self, network: nn.Module, truth: Tensor, most: int) -> None:
@@ -93,7 +93,7 @@ def find_boundary(
         estimates: directions in the first round.
         rng: source of all random draws.
     """
-    labels = Labels(network, truth, queries)
+    labels = QueriedLabels(network, truth, queries)
     first = labels.ask(images)
     labels.asked += 1
     points = _starts(labels, images, first, truth, rng)
@@ -121,7 +121,7 @@ def find_boundary(
     return Found(distances, points, labels.asked)
 
 
-def _starts(labels: Labels, images: Tensor, first: Tensor, truth: Tensor, rng: torch.Generator) -> Tensor:
+def _starts(labels: QueriedLabels, images: Tensor, first: Tensor, truth: Tensor, rng: torch.Generator) -> Tensor:
     """Return a point with a different label per image; the image itself if it is misclassified or none is found."""
     flat, starts = images.flatten(1), images.clone()
     asking = (first == truth).nonzero()[:, 0]
@@ -140,7 +140,7 @@ def _starts(labels: Labels, images: Tensor, first: Tensor, truth: Tensor, rng: t
     return starts
 
 
-def _back(labels: Labels, images: Tensor, points: Tensor, owners: Tensor, halvings: int) -> Tensor:
+def _back(labels: QueriedLabels, images: Tensor, points: Tensor, owners: Tensor, halvings: int) -> Tensor:
     """Return the point nearest to each image on the line to a point beyond the boundary, by bisection."""
     low, high = torch.zeros(len(images)).to(images), torch.ones(len(images)).to(images)
     for _ in range(halvings):
@@ -150,7 +150,7 @@ def _back(labels: Labels, images: Tensor, points: Tensor, owners: Tensor, halvin
     return torch.where(_column(high < 1, points), _between(images, points, high), points)
 
 
-def _away(labels: Labels, here: Tensor, delta: Tensor, directions: Tensor, owners: Tensor) -> Tensor:
+def _away(labels: QueriedLabels, here: Tensor, delta: Tensor, directions: Tensor, owners: Tensor) -> Tensor:
     """Return the estimated direction (n, C, H, W) across the boundary, of length 1.
 
     Points outside [0, 1] are clamped first, and count for the direction in which they then lie.
@@ -168,7 +168,7 @@ def _away(labels: Labels, here: Tensor, delta: Tensor, directions: Tensor, owner
     return found / _column(_lengths(found).clamp_min(1e-12), found)
 
 
-def _step(labels: Labels, here: Tensor, away: Tensor, size: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
+def _step(labels: QueriedLabels, here: Tensor, away: Tensor, size: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
     """Halve each step until it ends beyond the boundary; return the end points and for which images it succeeded."""
     stepped, waiting = here.clone(), torch.arange(len(here), device=here.device)
     moved = torch.zeros(len(here), dtype=torch.bool, device=here.device)

@@ -125,11 +125,11 @@ def known_or_recovered(seen: Observation) -> Tensor:
     return counted(weight, bias, seen.num_examples, likely_prediction(seen))
 
 
-def likely_prediction(seen: Observation) -> Tensor:
+def likely_prediction(seen: Observation, points: int = 2) -> Tensor:
     """Return an estimate (T, classes) of the network's mean output on the private images during local training.
 
-    Uses public images if they are granted, else noise. For several local steps it is the mean of the output before the
-    first step and before the last, whose weights are interpolated.
+    Uses public images if they are granted, else noise. For several local steps it is the mean of the outputs before
+    ``points`` of them, from the first to the last, whose weights are interpolated.
     """
     if seen.knows(Knowledge.PUBLIC_DATA):
         images = seen.public_data.images[:256]
@@ -147,8 +147,12 @@ def likely_prediction(seen: Observation) -> Tensor:
         return first
     steps = seen.local_steps.num_steps(seen.num_examples)
     start = {name: p.detach() for name, p in seen.network.named_parameters() if name in seen.updates}
-    last = [
-        output({name: weight + (steps - 1) / steps * seen.updates[name][target] for name, weight in start.items()})
-        for target in range(seen.num_targets)
+    shares = [(steps - 1) / steps * point / (points - 1) for point in range(1, points)]
+    later = [
+        [
+            output({name: weight + share * seen.updates[name][target] for name, weight in start.items()})
+            for target in range(seen.num_targets)
+        ]
+        for share in shares
     ]
-    return (first + torch.stack(last)) / 2
+    return (first + sum(torch.stack(each) for each in later)) / points

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.federated.protocol import LocalSettings
 from gradveil.networks.grads import Loss, cross_entropy, example_gradients
+from gradveil.networks.grouped import BatchNormOfGroups
 from gradveil.networks.watch import watch
 from gradveil.threat import Knowledge, Observation
 from gradveil.types import Tensors
@@ -36,7 +37,7 @@ class Replay:
         network: the broadcast network, with BatchNorm in the clients' mode.
         batch_size: B.
         way: unroll, line or once; no effect for a single step.
-        how: the clients' settings; None for a single step in evaluation mode.
+        how: the clients' settings; None for a single step without weight decay.
         lr: the clients' learning rate.
         batches: the images of each step, in an order that the attacker draws.
         penalties: terms of each example's loss in addition to cross-entropy, as functions of a module's output, by the
@@ -148,18 +149,15 @@ def replaced_outputs(network: nn.Module, outputs: Tensors, times: int = 0) -> It
 def replay_of(seen: Observation, way: str, rng: torch.Generator) -> Replay:
     """Return the simulation of these clients' training, from what is known about it.
 
-    Whether BatchNorm used batch statistics is known with the local steps. Otherwise, running statistics that changed
-    reveal it.
+    BatchNorm is simulated as the clients used it (`Observation.batch_norm`). In a single step each target is a batch of
+    its own, so one pass over all targets suffices there too.
     """
     size = seen.num_examples
-    if seen.knows(Knowledge.LOCAL_STEPS) or not seen.single_step:
-        how = seen.local_steps
-    else:
-        changed = [change.flatten(1).any(1) for change in seen.buffers.values()]
-        betrayed = bool(changed) and bool(torch.stack(changed).any(0).all())
-        how = LocalSettings("fedsgd", batch_norm="average" if betrayed else "freeze")
-    network = _written_out(seen.network, batch_statistics=how.batch_norm != "freeze")
-    simple = seen.single_step and not _mixes(network) and not how.weight_decay
+    stated = seen.knows(Knowledge.LOCAL_STEPS) or not seen.single_step
+    how = seen.local_steps if stated else LocalSettings("fedsgd", batch_norm=seen.batch_norm)
+    batch = size if seen.single_step else 0
+    network = _written_out(seen.network, batch_statistics=how.batch_norm != "freeze", batch=batch)
+    simple = seen.single_step and not how.weight_decay
     batch = how.batch_size if how.algorithm == "fedavg" and how.batch_size else size
     batches: list[Tensor] = []
     for _ in range(1 if seen.single_step else how.epochs):
@@ -171,22 +169,22 @@ def _mixes(network: nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in network.modules())
 
 
-def _written_out(network: nn.Module, *, batch_statistics: bool) -> nn.Module:
+def _written_out(network: nn.Module, *, batch_statistics: bool, batch: int) -> nn.Module:
     """Return a copy whose LayerNorm, and BatchNorm in training mode, are plain arithmetic, or the network without any.
 
-    Under vmap, the second derivative of torch's own kernels is wrong by up to a few percent.
+    Under vmap, the second derivative of torch's own kernels is wrong by up to a few percent. ``batch`` images in a row
+    are one client's batch; 0 means all.
     """
     layers = (nn.LayerNorm, _BatchNorm) if batch_statistics else (nn.LayerNorm,)
     if not any(isinstance(layer, layers) for layer in network.modules()):
         return network
     network = copy.deepcopy(network)
-    for layer in network.modules():
+    for name, layer in list(network.named_modules(remove_duplicate=False)):
         if isinstance(layer, nn.LayerNorm):
             vars(layer)["forward"] = partial(_layer_norm, layer)
         elif isinstance(layer, _BatchNorm) and batch_statistics:
-            layer.running_mean = layer.running_var = None
-            layer.track_running_stats = False
-            vars(layer)["forward"] = partial(_batch_norm, layer)
+            parent, _, own = name.rpartition(".")
+            setattr(network.get_submodule(parent), own, BatchNormOfGroups(layer, batch))
     return network
 
 
@@ -195,14 +193,6 @@ def _layer_norm(layer: nn.LayerNorm, inputs: Tensor) -> Tensor:
     centred = inputs - inputs.mean(axes, keepdim=True)
     normal = centred * (centred.square().mean(axes, keepdim=True) + layer.eps).rsqrt()
     return _affine(normal, layer.weight, layer.bias)
-
-
-def _batch_norm(layer: _BatchNorm, inputs: Tensor) -> Tensor:
-    axes = tuple(axis for axis in range(inputs.dim()) if axis != 1)
-    centred = inputs - inputs.mean(axes, keepdim=True)
-    normal = centred * (centred.square().mean(axes, keepdim=True) + layer.eps).rsqrt()
-    shape = (-1, *[1] * (inputs.dim() - 2))
-    return _affine(normal, *(None if t is None else t.view(shape) for t in (layer.weight, layer.bias)))
 
 
 def _affine(normal: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -3,12 +3,13 @@
 `gradveil.attacks.matching` has the loop; `gradveil.attacks.parts.search_step` computes the loss.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from gradveil.attacks.parts.learned_priors import LearnedPrior
 from gradveil.attacks.parts.makers import Maker
 from gradveil.attacks.parts.objectives import Objective
 from gradveil.attacks.parts.statistics import Statistics
@@ -29,6 +30,7 @@ class Priors:
         batch_norm: weight of the distance between the guess's BatchNorm statistics and ``statistics``.
         group: weight of the distance between each restart's guess and the mean of the target's restarts.
         statistics: the BatchNorm statistics that a guess should have.
+        learned: a penalty (N,) on images (N, C, H, W) in [0, 1], or None; see `gradveil.attacks.parts.learned_priors`.
     """
 
     tv: float = 0.0
@@ -36,6 +38,7 @@ class Priors:
     batch_norm: float = 0.0
     group: float = 0.0
     statistics: Statistics = field(default_factory=dict)
+    learned: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Search:
         residual: the distance that the true images are expected to have, because of noise.
         maker: makes images from the searched numbers; None searches pixels.
         population: candidates per step (cma).
+        learn: returns the priors with which a search under known noise proceeds, in place of total variation; None
+            learns none.
     """
 
     objective: Objective = field(default_factory=Objective)
@@ -71,6 +76,7 @@ class Search:
     residual: float = 0.0
     maker: Maker | None = None
     population: int = 1
+    learn: Callable[[], Sequence[LearnedPrior]] | None = None
 
     @property
     def phases(self) -> "list[Search]":

@@ -4,17 +4,18 @@
 
     evaluate(flat)                       loss and gradient of each row
         images = layout's slice of flat, or what a generator makes of it
-        loss(flat)                       distance + priors
-            guessed(images)              the update that these images would have caused
-                replay(images, labels)   the client's local training, played again
-                + decoys, then what the known defence would have sent
-            distance(guess, wanted) + total variation + BatchNorm statistics + ...
+        loss(flat)                       mismatch + priors
+            mismatch                     for each round that was seen of a client, mostly one:
+                caused(images)               the update that these images would have caused
+                    replay(images, labels)   the client's local training, played again, + decoys
+                distance of what the known defence would have sent of it from the update seen
+            + total variation + BatchNorm statistics + ...
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from gradveil.attacks.parts.optimisers import Closure
 from gradveil.attacks.parts.priors import batch_norm_distance, group_consistency, squared_norm, total_variation
 from gradveil.attacks.parts.search import Search
 from gradveil.attacks.parts.search_layout import DECOY_LABELS, DECOYS, IMAGES, LABELS, SearchLayout, output_of
+from gradveil.attacks.parts.search_task import SearchTask, added
 from gradveil.attacks.parts.starts import begin
 from gradveil.attacks.parts.statistics import Statistics, watched
 from gradveil.errors import ConfigError
@@ -37,54 +39,16 @@ from gradveil.types import Tensors
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SearchTask:
-    """What a chunk of rows has to match.
+class SearchStep:
+    """Loss and gradient of rows of search variables (rows, size), for one phase of a search.
 
-    Attributes:
-        wanted: mean gradients (rows, ...) by name.
-        statistics: mean and variance (rows, channels) by BatchNorm layer.
-        labels: fixed labels (rows, B), or soft ones (rows, B, classes); None if labels are searched.
-        outputs: known outputs (rows, numbers) of secret modules, by name.
+    ``later`` are the steps of the same phase for later rounds of the same clients: one guess must match all rounds.
     """
 
-    wanted: Tensors
-    statistics: Statistics
-    labels: Tensor | None
-    outputs: Tensors = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return len(next(iter(self.wanted.values())))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors of the task as a list."""
-        pairs = [tensor for pair in self.statistics.values() for tensor in pair]
-        labels = [] if self.labels is None else [self.labels]
-        return [*self.wanted.values(), *pairs, *labels, *self.outputs.values()]
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> "SearchTask":
-        """Return the task with other tensors, in the order of ``tensors``."""
-        rest = iter(tensors)
-        return SearchTask(
-            {name: next(rest) for name in self.wanted},
-            {name: (next(rest), next(rest)) for name in self.statistics},
-            None if self.labels is None else next(rest),
-            {name: next(rest) for name in self.outputs},
-        )
-
-    def of(self, rows: Tensor) -> "SearchTask":
-        """Return the task of some rows."""
-        return self.with_tensors([tensor[rows] for tensor in self.tensors])
-
-
-class SearchStep:
-    """Loss and gradient of rows of search variables (rows, size), for one phase of a search."""
-
-    def __init__(self, search: Search, restarts: int, seen: Observation, replay: Replay) -> None:
-        self.seen, self.replay = seen, replay
+    def __init__(
+        self, search: Search, restarts: int, seen: Observation, replay: Replay, later: "Sequence[SearchStep]" = ()
+    ) -> None:
+        self.seen, self.replay, self.later = seen, replay, tuple(later)
         self.search, self._restarts = search, restarts
         self._like = next(iter(seen.updates.values()))
         self.device = self._like.device
@@ -104,9 +68,10 @@ class SearchStep:
 
     @property
     def knows_defence(self) -> bool:
-        """Whether guesses are compared as the defence would have sent them."""
+        """Whether guesses are compared as the defence would have sent them, its noise included."""
         move = self.search.move
-        return move.sent is not None or bool(move.decoys) or bool(move.unknowns) or bool(move.outputs)
+        parts = (move.noise, move.decoys, move.unknowns, move.outputs)
+        return move.sent is not None or any(bool(part) for part in parts)
 
     def layout(self, task: SearchTask) -> SearchLayout:
         """Return the layout of a row of search variables."""
@@ -118,9 +83,11 @@ class SearchStep:
             sizes |= {DECOYS: decoys * self.space.size, DECOY_LABELS: decoys * classes}
         return SearchLayout(sizes | {output_of(name): size for name, size in self._unknowns.items()})
 
-    def begin(self, start: str, task: SearchTask, rng: torch.Generator) -> Tensor:
-        """Return the first guesses (rows, size)."""
-        if self.maker is None:
+    def begin(self, start: str, task: SearchTask, rng: torch.Generator, learned: Tensor | None = None) -> Tensor:
+        """Return the first guesses (rows, size); ``learned`` images (rows, B, C, H, W) are taken as they are."""
+        if learned is not None:
+            first = self.space.from_pixels(learned).reshape(task.rows, -1)
+        elif self.maker is None:
             first = begin(start, self.seen, task.labels, task.rows, self.batch_size, self.space, rng)
         else:
             first = self.maker.begin(task.rows, rng)
@@ -158,14 +125,15 @@ class SearchStep:
         priors, rows = self.search.priors, len(leaf)
         images = self._images(leaf, task)
         pixels = self.space.to_pixels(images)
-        guess, statistics = self._guess_and_statistics(pixels, leaf, task)
-        loss = self.search.objective(guess, task.wanted)
+        loss, unlike = self._mismatch(pixels, leaf, task)
         if priors.tv:
             loss = loss + priors.tv * total_variation(images).view(rows, -1).mean(1)
         if priors.l2:
             loss = loss + priors.l2 * squared_norm(images).view(rows, -1).mean(1)
-        if task.statistics:
-            loss = loss + priors.batch_norm * batch_norm_distance(statistics, task.statistics)
+        if priors.learned is not None:
+            loss = loss + priors.learned(pixels).view(rows, -1).mean(1)
+        if unlike is not None:
+            loss = loss + priors.batch_norm * unlike
         if priors.group:
             groups = images.view(-1, self._restarts, self.batch_size, *self.seen.shape)  # (targets, restarts, B, ...)
             apart = group_consistency(groups.transpose(0, 1).flatten(1, 2))  # (restarts, targets * B)
@@ -174,30 +142,57 @@ class SearchStep:
             loss = loss + self.maker.penalty(self.layout(task).part(leaf, IMAGES), pixels)
         return loss
 
-    def _guess_and_statistics(self, pixels: Tensor, flat: Tensor, task: SearchTask) -> tuple[Tensors, Statistics]:
-        """Return the update that the guess would have caused, and its BatchNorm statistics if the task has any."""
-        rows, network = len(flat), self.seen.network
+    @property
+    def times(self) -> int:
+        """How often the mean distance of the rounds counts: likelihoods of noise add up over rounds, others do not."""
+        return 1 + len(self.later) if self.search.move.noise and not self.search.move.adds_up else 1
+
+    def _mismatch(self, pixels: Tensor, flat: Tensor, task: SearchTask) -> tuple[Tensor, Tensor | None]:
+        """Return the distances (rows,) of updates and, if any are known, of BatchNorm statistics, over all rounds."""
+        steps, tasks = (self, *self.later), (task, *task.later)
+        both = [step._caused_and_statistics(pixels, flat, own) for step, own in zip(steps, tasks, strict=True)]
+        caused = tuple(gradient for gradient, _ in both)
+        known = [(found, own.statistics) for (_, found), own in zip(both, tasks, strict=True) if own.statistics]
+        unlike = torch.stack([batch_norm_distance(*pair) for pair in known]).mean(0) if known else None
+        if self.search.move.adds_up:
+            caused, steps, tasks = (added(caused),), (self,), (replace(task, wanted=added([t.wanted for t in tasks])),)
+        apart = [
+            step.search.objective(step._sent(guess, own.wanted), own.wanted)
+            for step, guess, own in zip(steps, caused, tasks, strict=True)
+        ]
+        return (torch.stack(apart).mean(0) * self.times if len(apart) > 1 else apart[0]), unlike
+
+    def _sent(self, guess: Tensors, wanted: Tensors) -> Tensors:
+        """Return what the known defence would have sent of a guess's gradient."""
+        return guess if self.search.move.sent is None else self.search.move.sent(guess, wanted)
+
+    def _caused_and_statistics(self, pixels: Tensor, flat: Tensor, task: SearchTask) -> tuple[Tensors, Statistics]:
+        """Return the gradient that the guess would have caused, and its BatchNorm statistics if the task has any."""
+        rows, network = len(flat), self.replay.network
         with watched(network) as statistics:
-            guess = self.guessed(pixels, flat, task)
+            caused = self._caused(pixels, flat, task)
             if not task.statistics:
-                return guess, {}
-            if not self.replay.is_plain:
+                return caused, {}
+            if not self.replay.is_plain and not self.replay.mixes:
                 with replaced_outputs(network, self.outputs(flat, task), self.batch_size):
                     network(pixels)
-            found = statistics(rows)
-        if self.replay.mixes:
-            groups = pixels.view(rows, -1, *self.seen.shape)
-            found = _trained_statistics(self.replay.network, groups, self.outputs(flat, task))
-        return guess, found
+            if self.replay.is_plain or not self.replay.mixes:
+                return caused, statistics(rows)
+        groups = pixels.view(rows, -1, *self.seen.shape)
+        return caused, _trained_statistics(network, groups, self.outputs(flat, task))
 
     def guessed(self, pixels: Tensor, flat: Tensor, task: SearchTask) -> Tensors:
         """Return the mean gradients (rows, ...) that images in [0, 1] would have caused, as far as the attacker knows.
 
         Labels and all other searched parts are read from ``flat``.
         """
-        wanted, outputs = task.wanted, self.outputs(flat, task)
+        return self._sent(self._caused(pixels, flat, task), task.wanted)
+
+    def _caused(self, pixels: Tensor, flat: Tensor, task: SearchTask) -> Tensors:
+        """Return the mean gradients (rows, ...) before the defence changed them, with those of decoys."""
+        outputs = self.outputs(flat, task)
         targets = self.targets(flat, task)
-        guess = self.replay(pixels, targets, wanted, outputs)
+        guess = self.replay(pixels, targets, task.wanted, outputs)
         decoys = self.decoys(flat, targets, task)
         if decoys is not None:
             size = self._num_decoys
@@ -205,7 +200,7 @@ class SearchStep:
                 theirs = example_gradients(self.replay.network, *decoys, group_size=size, create_graph=True)
             share = size / self.batch_size
             guess = {name: tensor + share * theirs[name] for name, tensor in guess.items()}
-        return guess if self.search.move.sent is None else self.search.move.sent(guess, wanted)
+        return guess
 
     def targets(self, flat: Tensor, task: SearchTask) -> Tensor:
         """Return the labels (rows * B,) of the guesses, or soft ones (rows * B, classes) if they are searched."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gradveil.attacks.parts.evolution import Evolution
 from gradveil.attacks.parts.optimisers import BatchedAdam, BatchedLbfgs, BatchedRmsprop, LearningRate
-from gradveil.attacks.parts.search_step import SearchStep, SearchTask
+from gradveil.attacks.parts.search_step import SearchStep
+from gradveil.attacks.parts.search_task import SearchTask
 
 Tried = tuple[Tensor, Tensor, Tensor]
 """Rows (R,) of the chunk, their variables (R, size) and their losses (R,)."""

@@ -12,8 +12,12 @@ from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation
 
-STARTS = ("normal", "uniform", "patterned", "grey", "class-average", "public")
-NEEDS = {"class-average": frozenset({Knowledge.CLASS_AVERAGES}), "public": frozenset({Knowledge.PUBLIC_DATA})}
+STARTS = ("normal", "uniform", "patterned", "grey", "class-average", "public", "lti")
+NEEDS = {
+    "class-average": frozenset({Knowledge.CLASS_AVERAGES}),
+    "public": frozenset({Knowledge.PUBLIC_DATA}),
+    "lti": frozenset({Knowledge.PUBLIC_DATA}),
+}
 """Knowledge that a start needs."""
 _PATTERN = 4
 
@@ -32,7 +36,7 @@ def begin(
     ``normal``: N(0, 1) (DLG, GS). ``uniform``: pixels from U(0, 1). ``patterned``: a random 4 x 4 tile repeated
     (breaching's modern settings). ``grey``: mid-grey. ``class-average``: the mean image of each label's class, which
     must be granted (DCS2's adaptive attack). ``public``: images of the public data, which must be granted. A path: the
-    picture in this file, resized.
+    picture in this file, resized. ``lti`` is not made here: see `gradveil.attacks.lti`.
 
     Args:
         start: one of the names above, or a path.

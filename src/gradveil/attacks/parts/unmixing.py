@@ -136,6 +136,68 @@ def dealt(similarity: Tensor, num_images: int, rng: torch.Generator, rounds: int
     return owner
 
 
+class SoftLabels(NamedTuple):
+    """What soft labels tell about mixtures: the shares of a class's images add up to the class's probability.
+
+    Attributes:
+        shares: (E, classes) the encodings' soft labels.
+        classes: (N,) the class of each image.
+    """
+
+    shares: Tensor
+    classes: Tensor
+
+    @staticmethod
+    def of(shares: Tensor, num_images: int) -> "SoftLabels | None":
+        """Return how many images each class must have, as all are mixed in equally often; None if nothing fits.
+
+        Example:
+            >>> SoftLabels.of(torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.1, 0.0], [0.7, 0.3, 0.0]]), 3).classes
+            tensor([0, 0, 1])
+        """
+        expected = num_images * shares.mean(0)
+        counts = torch.where(shares.amax(0) > _PRESENT, expected.round().clamp_min(1), torch.zeros(()))
+        while float(counts.sum()) != num_images:
+            sign = 1.0 if float(counts.sum()) < num_images else -1.0
+            open_ = counts > (0 if sign > 0 else 1)
+            if not bool(open_.any()):
+                return None
+            counts[torch.where(open_, sign * (expected - counts), -torch.inf).argmax()] += sign
+        return SoftLabels(shares, torch.arange(len(counts)).repeat_interleave(counts.long()))
+
+    def fitted(self, mixing: Tensor) -> Tensor:
+        """Return the coefficients (E, N), scaled so that those of each class have the right sum."""
+        members = F.one_hot(self.classes, self.shares.shape[1]).to(mixing)  # (N, classes)
+        totals = mixing @ members
+        even = (self.shares / members.sum(0).clamp_min(1))[:, self.classes]
+        scaled = mixing * (self.shares / totals.clamp_min(_TINY))[:, self.classes]
+        return torch.where(totals[:, self.classes] > _TINY, scaled, even)
+
+
+_PRESENT = 1e-3
+"""A class is among the images if its share reaches this in some encoding."""
+
+
+def labelled_coefficients(similarity: Tensor, labels: SoftLabels, *, steps: int, rng: torch.Generator) -> Tensor:
+    """Return coefficients (E, N) with the labels' sums whose overlaps equal the similarities.
+
+    An image whose class is its own has the class's probability as its coefficient. Images of one class share theirs,
+    in proportions found by Adam from a random start.
+    """
+    logits = torch.randn(len(similarity), len(labels.classes), generator=rng).requires_grad_()
+    if len(set(labels.classes.tolist())) == len(labels.classes):
+        return labels.fitted(logits.detach().exp())
+    off = ~torch.eye(len(similarity), dtype=torch.bool)
+    optimiser = torch.optim.Adam([logits], lr=0.05)
+    with torch.enable_grad():
+        for _ in range(steps):
+            loss = (_centred(overlaps(labels.fitted(logits.exp()))) - similarity)[off].square().mean()
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+    return labels.fitted(logits.detach().exp())
+
+
 @dataclass(frozen=True)
 class Mixtures:
     """Encodings of one client, and how they were mixed.
@@ -145,12 +207,16 @@ class Mixtures:
         flipped: whether the signs of pixels are unknown.
         parts: at most this many of the client's images are in one encoding.
         background: (D,) mean of the other images that were mixed in, or zero if there are none.
+        labels: known soft labels that the coefficients must agree with, or None.
+        known: whether the first coefficients are the true ones.
     """
 
     encodings: Tensor
     flipped: bool
     parts: int
     background: Tensor
+    labels: SoftLabels | None = None
+    known: bool = False
 
 
 class Solution(NamedTuple):
@@ -173,7 +239,7 @@ def solved(mixtures: Mixtures, coefficients: Tensor, *, rounds: int, restarts: i
     Given M and the signs of MX, X is a least-squares problem with one matrix for all pixels. Given X, so is M, whose
     rows have at most ``parts`` positive coefficients and no negative ones. Signs are those of the last MX; in the
     first, the middle and the last round each pixel also tries several random signs and keeps those that explain it
-    best. The background fills what a row of M leaves of one.
+    best. The background fills what a row of M leaves of one. If M is known, only X and the signs are searched.
 
     Args:
         mixtures: the encodings.
@@ -189,7 +255,7 @@ def solved(mixtures: Mixtures, coefficients: Tensor, *, rounds: int, restarts: i
             images = _signed_images(mixtures, mixing, images, starts, rng)
         else:
             images = _images(mixtures.encodings, mixing, mixtures.background)
-        if turn < rounds - 1:
+        if turn < rounds - 1 and not mixtures.known:
             mixing = _mixing(mixtures, images, mixing)
     fit = mixing @ images + (1 - mixing.sum(1, keepdim=True)) * mixtures.background
     residual = ((fit.abs() if mixtures.flipped else fit) - mixtures.encodings).square().mean().sqrt()
@@ -241,6 +307,8 @@ def _mixing(mixtures: Mixtures, images: Tensor, mixing: Tensor) -> Tensor:
         total = mixing.sum(1, keepdim=True)
         whole = not bool(background.any())
         mixing = mixing / total.clamp_min(_TINY) if whole else mixing / total.clamp_min(1)
+        if mixtures.labels is not None:
+            mixing = mixtures.labels.fitted(mixing)
     return mixing
 
 

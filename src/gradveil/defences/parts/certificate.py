@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.networks.grads import layer_inputs, refuse_mixing_layers
+from gradveil.secret_stream import SecretStream
 from gradveil.validate import in_range
 
 
@@ -17,7 +18,7 @@ def certificate(
     images: Tensor,
     perturbed: Tensor,
     *,
-    rng: torch.Generator,
+    rng: SecretStream,
     tolerance: float = 1e-4,
     max_steps: int = 200,
 ) -> Tensor:
@@ -36,7 +37,7 @@ def certificate(
         layer: name of the layer whose input is the representation.
         images: (N, C, H, W).
         perturbed: r' as (N, features), or a bool mask (N, features) of the features that are set to zero.
-        rng: CPU generator for the start of the power iteration.
+        rng: random stream for the start of the power iteration.
         tolerance: as in `operator_norms`.
         max_steps: as in `operator_norms`.
 
@@ -70,7 +71,7 @@ def operator_norms(
     function: Callable[[Tensor], Tensor],
     inputs: Tensor,
     *,
-    rng: torch.Generator,
+    rng: SecretStream,
     tolerance: float = 1e-4,
     max_steps: int = 200,
 ) -> Tensor:
@@ -81,20 +82,20 @@ def operator_norms(
     Args:
         function: maps (N, ...) to (N, features), each example independently of the others.
         inputs: (N, ...).
-        rng: CPU generator for the random start.
+        rng: random stream for the random start.
         tolerance: the iteration stops when no value changes by more than this share in a step.
         max_steps: largest number of steps; if it is reached, the values are slightly too low.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([3.0, 1.0]))
-        >>> norms = operator_norms(lambda x: x @ matrix, torch.zeros(2, 2), rng=torch.Generator().manual_seed(0))
+        >>> norms = operator_norms(lambda x: x @ matrix, torch.zeros(2, 2), rng=SecretStream(0))
         >>> [round(norm, 3) for norm in norms.tolist()]
         [3.0, 3.0]
     """
     in_range("tolerance", tolerance, 0, open_low=True)
     in_range("max_steps", max_steps, 1)
     inputs = inputs.detach().contiguous()  # forward mode rejects expanded tensors
-    direction = _normalised(torch.randn(inputs.shape, generator=rng, dtype=inputs.dtype).to(inputs.device))
+    direction = _normalised(rng.normal(inputs.shape, inputs.dtype).to(inputs.device))
     backward = torch.func.vjp(function, inputs)[1]
     norms = torch.zeros(len(inputs), dtype=inputs.dtype, device=inputs.device)
     for _ in range(max_steps):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradveil.errors import ConfigError
 from gradveil.networks.grads import example_gradients
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch
 from gradveil.validate import in_range
 
@@ -32,7 +33,7 @@ class Candidate(NamedTuple):
     accuracy: float
 
 
-def privacy_scores(network: nn.Module, images: Tensor, labels: Tensor, rng: torch.Generator) -> Tensor:
+def privacy_scores(network: nn.Module, images: Tensor, labels: Tensor, rng: SecretStream) -> Tensor:
     r"""Return Spri (N,): the mean similarity between an image's gradient and gradients on the way from noise to it.
 
     .. math:: S_{pri} = \int_0^1 \cos\big(\nabla_\theta L(x_\tau, y), \nabla_\theta L(x, y)\big) d\tau, \qquad
@@ -45,11 +46,11 @@ def privacy_scores(network: nn.Module, images: Tensor, labels: Tensor, rng: torc
         network: a partly trained network, whose gradients differ between images; in evaluation mode.
         images: transformed images (N, C, H, W) in [0, 1].
         labels: (N,).
-        rng: generator for the noise.
+        rng: random stream for the noise.
 
     Reference: Gao et al. 2021, https://arxiv.org/abs/2011.12505, Eq. 5, and the authors' code.
     """
-    noise = torch.rand(images.shape, generator=rng).to(images)
+    noise = rng.uniform(images.shape).to(images)
     wanted = example_gradients(network, images, labels)
     alike = []
     for part in range(_BINS + 1):
@@ -105,9 +106,9 @@ def search_policies(
     trained: nn.Module,
     untrained: nn.Module,
     batch: Batch,
-    transform: Callable[[str, Tensor, torch.Generator], Tensor],
+    transform: Callable[[str, Tensor, SecretStream], Tensor],
     search: PolicySearch,
-    rng: torch.Generator,
+    rng: SecretStream,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Candidate]:
     """Score random policies, and return those that keep enough accuracy first, each group sorted by privacy.
@@ -116,9 +117,9 @@ def search_policies(
         trained: a partly trained network for the privacy score (in the paper trained on 10 % of the data).
         untrained: a network at its initial weights for the accuracy score.
         batch: images for both scores; the paper uses 100 for accuracy.
-        transform: function of a policy, images and a generator that returns the transformed images.
+        transform: function of a policy, images and a random stream that returns the transformed images.
         search: how many policies of which kind are tried, and how they are judged.
-        rng: generator for all random draws.
+        rng: random stream for all random draws.
         progress: called with the share of policies that are done.
     """
     if len(batch) < 2:
@@ -134,12 +135,12 @@ def search_policies(
     return sorted(found, key=lambda each: (each.accuracy < search.least_accuracy, each.privacy))
 
 
-def _drawn(search: PolicySearch, rng: torch.Generator) -> Sequence[str]:
+def _drawn(search: PolicySearch, rng: SecretStream) -> Sequence[str]:
     """Draw different policies of one to ``longest`` operations."""
     texts: dict[str, None] = {}
     for _ in range(100 * search.candidates):
-        length = int(torch.randint(1, search.longest + 1, (), generator=rng))
-        texts["-".join(map(str, torch.randint(search.operations, (length,), generator=rng).tolist()))] = None
+        length = int(rng.integers(1, search.longest + 1, ()))
+        texts["-".join(map(str, rng.integers(0, search.operations, (length,)).tolist()))] = None
         if len(texts) == search.candidates:
             return list(texts)
     raise ConfigError(
