@@ -86,6 +86,16 @@ def test_the_way_that_is_best_on_public_images_is_played(monkeypatch, favourite)
     assert (LEARNED_BEAT_SEARCH in found.flags[0]) == (favourite == "lti")
 
 
+@pytest.mark.parametrize("best", standard.SEARCHES[:3])
+def test_short_searches_choose_the_settings_of_gradient_matching(monkeypatch, best):
+    seen, _ = watched("public-data")
+    bright = float(seen.public_data.images.mean())
+    played = canned(monkeypatch, lambda way: bright if way.spec.endswith(best) else 1.0)
+    Standard(iterations=40, samples=40).run(seen, rng())
+    assert [way.spec for way, _ in played[:3]] == [f"gs:iterations=10,{one}" for one in standard.SEARCHES[:3]]
+    assert [way.spec for way, _ in played[3:] if way.spec.startswith("gs")] == [f"gs:iterations=40,{best}"] * 2
+
+
 def test_the_pilot_never_sees_a_target_or_an_image_that_attacks_learn_from(monkeypatch):
     seen, truth = watched("public-data")
     played = canned(monkeypatch, lambda way: 0.5)
@@ -105,6 +115,18 @@ def test_knowing_the_defence_it_may_still_play_the_plain_attack(monkeypatch):
     SMALL.run(seen, rng())
     assert not played[-1][0].knowing
     assert any(way.knowing for way, _ in played)
+
+
+def test_learned_inversion_is_left_out_where_playing_clients_is_too_much_work(monkeypatch):
+    seen, _ = watched("public-data", "defence", spec="dcs2:steps=20")
+    played = canned(monkeypatch, lambda way: 0.5)
+    SMALL.run(seen, rng())
+    assert any(way.spec.startswith("lti") for way, _ in played)
+    monkeypatch.setattr(standard, "MOST_WORK", 5)
+    played.clear()
+    found = SMALL.run(seen, rng())
+    assert not any(way.spec.startswith("lti") for way, _ in played)
+    assert "lti was left out, since a client under the defence takes" in found.why[0]
 
 
 def test_without_public_images_only_searches_are_played(monkeypatch):

@@ -12,7 +12,7 @@ from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.threat import Known, PublicKnowledge, ThreatModel
 from gradveil.threat.observe import Federation, observe
 from gradveil.threat.received import received
-from gradveil.threat.rehearsal import rehearse, unplayable
+from gradveil.threat.rehearsal import rehearse, relative_work, unplayable
 from gradveil.types import Batch
 
 
@@ -114,3 +114,9 @@ def test_updates_from_elsewhere_can_be_played_unless_the_defence_changed_the_net
     hidden = received(network(), sent, **facts, known=Known(defence=build_defence("fedkl")))
     assert "before the defence changed it" in unplayable(hidden)
     assert unplayable(replace(seen, script=None))
+
+
+def test_the_work_of_a_defence_is_counted_in_operations():
+    few, many = (relative_work(watched(build_defence(f"dcs2:steps={steps}")), batches(1)[0]) for steps in (5, 10))
+    assert relative_work(watched(build_defence("prune")), batches(1)[0]) == 1
+    assert 1.6 < many / few < 2.1

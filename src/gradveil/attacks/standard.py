@@ -1,6 +1,6 @@
 """Standard: the attacks that fit, chosen by a pilot on public images, with no setting to type."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -14,7 +14,7 @@ from gradveil.attacks.spear import Spear
 from gradveil.errors import ConfigError
 from gradveil.progress import part
 from gradveil.threat import Knowledge, Observation, Reconstruction
-from gradveil.threat.rehearsal import rehearse, unplayable
+from gradveil.threat.rehearsal import rehearse, relative_work, unplayable
 from gradveil.types import Batch
 from gradveil.validate import in_range, one_of
 
@@ -45,7 +45,12 @@ class Effort(NamedTuple):
     searches: int
 
 
-EFFORTS = {"quick": Effort(400, 500, 1), "standard": Effort(1200, 2000, 3), "thorough": Effort(4000, 4000, 4)}
+EFFORTS = {"quick": Effort(400, 500, 2), "standard": Effort(1200, 2000, 3), "thorough": Effort(4000, 4000, 4)}
+MOST_WORK = 1000
+"""Operations of playing a client, relative to one without a defence, beyond which learned inversion is left out: it
+plays hundreds of them."""
+SHORTER = 4
+"""Settings of gradient matching are compared by searches with a fourth of the steps."""
 SEARCHES = (
     "sign=none,schedule=cosine,lr=0.3,tv=1e-6",
     "sign=none,boxed=false",
@@ -79,11 +84,12 @@ class Standard(Attack):
     .. math:: a^* = \arg\max_{a} \frac{1}{N} \sum_{x \in public} \mathrm{PSNR}(a(D(\nabla L(x))), x)
 
     Closed forms come first: targets that ``linear`` (single images) or ``spear`` (batches) rebuilds exactly are done.
-    For all others the attacker plays clients with a few public images under the same protocol and defence, attacks them
-    in every way that fits (gradient matching with several settings, learned inversion, principal components of public
-    images; knowing the defence or not), and plays the way that was best on them. Without public images it plays
-    gradient matching alone, and keeps what a search explained. In the spirit of AutoAttack there is nothing to tune;
-    ``why`` says what was chosen and why, and flags say when figures should not be trusted.
+    For all others the attacker plays clients with a few public images under the same protocol and defence. Short
+    searches of their updates choose the settings of gradient matching. Then they are attacked in every way that fits
+    (gradient matching with these settings, learned inversion, principal components of public images; knowing the
+    defence or not), and the targets in the way that was best on them. Without public images it plays gradient matching
+    alone, and keeps what a search explained. In the spirit of AutoAttack there is nothing to tune; ``why`` says what
+    was chosen and why, and flags say when figures should not be trusted.
 
     Needs: the number of examples; for several local steps how clients train. Public images make it much stronger.
     Fails: where all its parts do; in batches beyond a few images.
@@ -121,7 +127,7 @@ class Standard(Attack):
 
     def too_large(self, images: int, local_steps: int) -> str:
         """Return why gradient matching, its part that fits most updates, can't search such updates, or ""."""
-        return build_attack(self._searches()[0]).too_large(images, local_steps)
+        return build_attack(self._search(SEARCHES[0])).too_large(images, local_steps)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Play the closed forms, then the way that is best on public images, and keep the better guess per target."""
@@ -155,43 +161,59 @@ class Standard(Attack):
         usual = EFFORTS[self.effort]
         return usual._replace(iterations=self.iterations or usual.iterations, samples=self.samples or usual.samples)
 
-    def _searches(self) -> list[str]:
-        effort = self.work
-        return [f"gs:iterations={effort.iterations},{settings}" for settings in SEARCHES[: effort.searches]]
+    def _search(self, settings: str, shorter: int = 1) -> str:
+        """Return the spec of gradient matching with these settings, and with a part of the steps."""
+        return f"gs:iterations={max(1, self.work.iterations // shorter)},{settings}"
 
-    def ways(self, seen: Observation) -> list[Way]:
-        """Return all ways that fit what the attacker knows."""
-        effort, searches = self.work, self._searches()
-        if seen.knows(Knowledge.PUBLIC_DATA):
-            learned = [f"lti:samples={effort.samples}"] * (not build_attack("lti").too_large(seen.num_examples, 1))
-            searches += [*learned, f"ggl:optimiser=adam,iterations={max(1, effort.iterations // 2)}"]
-        plain = [Way(searches[0], knowing=False)] if seen.knows(Knowledge.DEFENCE) else []
-        return [Way(spec, knowing=True) for spec in searches] + plain
+    def ways(self, seen: Observation, settings: str) -> list[Way]:
+        """Return the ways to compare on public images; ``settings`` are those of gradient matching."""
+        search = self._search(settings)
+        ways = [Way(search, knowing=True)]
+        if not build_attack("lti").too_large(seen.num_examples, 1):
+            ways.append(Way(f"lti:samples={self.work.samples}", knowing=True))
+        ways.append(Way(f"ggl:optimiser=adam,iterations={max(1, self.work.iterations // 2)}", knowing=True))
+        return [*ways, Way(search, knowing=False)] if seen.knows(Knowledge.DEFENCE) else ways
 
     def _explained(self, seen: Observation, state: torch.Tensor) -> Reconstruction:
         """Return the search that knows the defence, or per target the plain one if only that explained the update."""
-        first = Way(self._searches()[0], knowing=True)
+        first = Way(self._search(SEARCHES[0]), knowing=True)
         found = first(seen, _again(state), self.keep)
         if seen.knows(Knowledge.DEFENCE) and not bool(found.converged.all()):
             other = first._replace(knowing=False)(seen, _again(state), self.keep)
             found = mixed(found, other, other.converged & ~found.converged)
         return _flagged(_noted(found, "no public images: only gradient matching was played"), seen, first, {}, "")
 
+    def _best_settings(self, tried: Callable[[Way], float]) -> str:
+        """Return the settings of gradient matching whose short search was best."""
+        compared = SEARCHES[: self.work.searches]
+        figures = {}
+        for number, settings in enumerate(compared):
+            with part(number, len(compared)):
+                figures[settings] = tried(Way(self._search(settings, SHORTER), knowing=True))
+        return max(compared, key=lambda settings: figures[settings])
+
     def _best_on_public(self, seen: Observation, state: torch.Tensor) -> Reconstruction:
         """Return the guesses of the way that was best on public images."""
         spare, rest = _divided(seen)
         seed = int(torch.randint(2**62, (), generator=_again(state)))
         stage = rehearse(rest, spare, seed)
-        ways, figures = self.ways(rest), dict[Way, float]()
+        figures = dict[Way, float]()
+
+        def tried(way: Way) -> float:
+            return mean_psnr(way(stage, _again(state)), spare)
+
+        with part(0, 3):
+            settings = self._best_settings(tried)
+        ways, left_out = _affordable(self.ways(rest, settings), rest, spare[0])
         for number, way in enumerate(ways):
-            with part(number + 1, len(ways) + 2):
-                figures[way] = mean_psnr(way(stage, _again(state)), spare)
+            with part(len(ways) + number, 3 * len(ways)):
+                figures[way] = tried(way)
         best = max(figures, key=lambda way: figures[way])
-        with part(len(ways) + 1, len(ways) + 2):
+        with part(2, 3):
             found = best(rest, _again(state), self.keep)
         ranked = sorted(figures.items(), key=lambda item: -item[1])
         told = "; ".join(f"{way.title} {figure:.1f} dB" for way, figure in ranked[:3])
-        found = _noted(found, f"chosen by {len(spare)} updates of public images: {told}")
+        found = _noted(found, f"chosen by {len(spare)} updates of public images: {told}{left_out}")
         return _flagged(found, seen, best, figures, _random(rest, spare, seed))
 
 
@@ -216,6 +238,14 @@ def _divided(seen: Observation) -> tuple[list[Batch], Observation]:
     spare = _spare(seen) or []
     used = sum(map(len, spare))
     return spare, seen.with_public(seen.public_data[slice(used, None)])
+
+
+def _affordable(ways: list[Way], seen: Observation, example: Batch) -> tuple[list[Way], str]:
+    """Return the ways without learned inversion if playing clients under the defence is too much work, and a note."""
+    if not seen.knows(Knowledge.DEFENCE) or (work := relative_work(seen, example)) <= MOST_WORK:
+        return ways, ""
+    note = f"; lti was left out, since a client under the defence takes {work:,.0f} times the work of one without"
+    return [way for way in ways if not way.spec.startswith("lti")], note
 
 
 def _random(seen: Observation, spare: Sequence[Batch], seed: int) -> str:

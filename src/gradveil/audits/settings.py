@@ -19,10 +19,10 @@ from gradveil.validate import in_range, one_of
 FACTS = ("kind", "command")
 """What settings.toml says beside the settings."""
 PROTOCOLS: dict[str, dict[str, Any]] = {
-    "lab": {"rounds": 500, "attacks": ("gs",), "knows": ("labels", "num-examples")},
+    "lab": {"rounds": 500, "attacks": ("standard",), "knows": ("labels", "num-examples")},
     "fedavg": {
         "rounds": 20,
-        "attacks": ("gs", "labels", "boundary"),
+        "attacks": ("standard", "labels", "boundary"),
         "knows": ("labels", "num-examples", "local-steps"),
     },
 }
@@ -47,7 +47,7 @@ class AuditSettings:
         ("none",), "Defences, a list a,b:key=value; a+b chains two. `none` is always included."
     )
     attacks: tuple[str, ...] = setting(
-        ("gs",), "Attacks, a list (gradveil list attacks); fedavg: gs,labels,boundary by default."
+        ("standard",), "Attacks, a list (gradveil list attacks); fedavg: standard,labels,boundary by default."
     )
     effort: str = setting("standard", "How hard the attack `standard` tries: quick, standard or thorough.")
     adaptive: bool = setting(False, "Run each attack a second time with knowledge of the defence.")

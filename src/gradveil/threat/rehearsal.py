@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from gradveil.defences.base import Defence
 from gradveil.errors import ThreatModelError
@@ -66,6 +67,19 @@ def unplayable(seen: Observation) -> str:
     if not seen.single_step and not seen.knows(Knowledge.LOCAL_STEPS):
         return "it is not known how clients train (local-steps)"
     return ""
+
+
+def relative_work(seen: Observation, batch: Batch) -> float:
+    """Return the floating-point operations of playing a client, relative to one without a defence.
+
+    Operations are counted, not timed, so that the answer is the same on every machine.
+    """
+    counts = []
+    for view in (seen, seen.without(Knowledge.DEFENCE)):
+        with FlopCounterMode(display=False) as counter:
+            rehearse(view, [batch], seed=0)
+        counts.append(counter.get_total_flops())
+    return float(counts[0] / max(1, counts[1]))
 
 
 def _one_round(protocol: Protocol) -> Protocol:
