@@ -295,7 +295,7 @@ def test_unknown_names_are_refused_with_a_hint(refused, arguments, message):
         (("--momentum", 0, "--nesterov"), "momentum must be more than 0 for nesterov"),
         (("--weight-decay", "-inf"), "got -inf"),
         (("--lr-steps", "0"), "lr_steps must be at least 1, got 0"),
-        (("--lr-steps", "1/x"), "Setting lr_steps of a training must be of type tuple"),
+        (("--lr-steps", "1/x"), "must be of type int, or several separated by slashes such as 1/2, got '1/x'"),
         (("--save-rounds", "4"), "save_rounds must be in [1, 3], got 4"),
         (("--eval-every", 0), "eval_every must be at least 1, got 0"),
         (("--sensitive", "1.5"), "sensitive must be in [0, 1], got 1.5"),

@@ -127,7 +127,7 @@ def test_settings_that_are_not_key_value_pairs_are_refused(spec):
         (Partition, "dirichlet:alpha=big", "Setting alpha of partition 'dirichlet' must be of type float, got 'big'"),
         (Partition, "dirichlet:alpha=nan", "alpha must be more than 0, got nan"),
         (Partition, "iid:images=-1", "images must be at least 1, got -1"),
-        (Model, "mlp:hidden=3/x", "Setting hidden of model 'mlp' must be of type tuple"),
+        (Model, "mlp:hidden=3/x", "hidden of model 'mlp' must be of type int, or several separated by slashes"),
         (Model, "", "Unknown model ''"),
     ],
 )

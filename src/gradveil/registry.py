@@ -195,9 +195,21 @@ def convert(cls: type[Any], settings: Mapping[str, object], owner: str) -> dict[
         try:
             values[field] = _value(value, hints[field])
         except (ValueError, TypeError, OverflowError) as error:
-            wanted = getattr(hints[field], "__name__", str(hints[field]))
+            wanted = _in_words(hints[field])
             raise ConfigError(f"Setting {key} of {owner} must be of type {wanted}, got {value!r}.") from error
     return values
+
+
+def _in_words(hint: object) -> str:
+    """Return the name of a declared type; for a list of numbers, how to write it.
+
+    Example:
+        >>> _in_words(int), _in_words(tuple[int, ...])
+        ('int', 'int, or several separated by slashes such as 1/2')
+    """
+    if typing.get_args(hint)[:1] in ((int,), (float,)) and typing.get_origin(hint) is tuple:
+        return f"{typing.get_args(hint)[0].__name__}, or several separated by slashes such as 1/2"
+    return getattr(hint, "__name__", str(hint))
 
 
 def _value(value: object, hint: object) -> object:

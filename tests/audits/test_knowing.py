@@ -12,6 +12,7 @@ from gradveil.audits import audit
 from gradveil.audits.knowing import PLAIN, played, rehearsed
 from gradveil.defences import build_defence
 from gradveil.errors import ThreatModelError
+from gradveil.progress import listening
 from gradveil.randomness import stream
 from gradveil.threat import Knowledge, PublicKnowledge, Reconstruction, ThreatModel
 from gradveil.threat.observe import observe
@@ -76,6 +77,16 @@ def test_a_rehearsal_on_public_images_decides_for_all_targets(grey, chosen):
     assert result.images[:, 0, 0, 0, 0].tolist() == pytest.approx([chosen] * 2)
     assert (result.answers[0] == PLAIN) == (chosen == 0.8)
     assert all("on public images" in why for why in result.why)
+
+
+@pytest.mark.parametrize("granted", [("defence",), ("defence", "public-data")])
+def test_progress_of_several_searches_never_goes_back(granted):
+    seen, spare = observed(*granted)
+    heard = []
+    with listening(heard.append):
+        played(build_attack("gs:iterations=6"), seen, rng, spare)
+    assert heard == sorted(heard)
+    assert 0.5 < heard[-1] <= 1
 
 
 def test_without_public_data_nothing_is_rehearsed():

@@ -34,6 +34,31 @@ def test_the_slow_first_steps_of_a_search_are_counted_once():
     assert len(done) < 10
 
 
+def test_a_first_round_that_imports_modules_does_not_stand_for_the_others(small, monkeypatch):
+    now, played = [0.0], []
+
+    class Warming:
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            played.clear()
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def step(self, number):
+            played.append(number)
+            now[0] += 1.2 if len(played) == 1 else 0.01
+
+    monkeypatch.setattr("gradveil.audits.pilot.Simulation", Warming)
+    settings = small()
+    pilot = Pilot(settings, load_dataset(settings.dataset), None, 0.1, lambda: now[0])
+    assert pilot.step("none") == pytest.approx(0.01)
+    assert len(played) > 1
+
+
 def test_progress_that_stands_still_is_waited_for():
     now, done = [0.0], []
 

@@ -332,6 +332,8 @@ def test_missing_images_are_computed_again(small, tmp_path):
             "needs local-steps; add --knows labels,local-steps,num-examples",
         ),
         ({"model": "resnet20", "defences": "clip+dp-sgd"}, "needs per-example gradients.*--batch-norm freeze"),
+        ({"model": "resnet20", "defences": "dp-sgd", "rounds": 0}, "needs per-example gradients.*--batch-norm freeze"),
+        ({"images": 1000, "attacks": "labels"}, r"images must be at most the images of a client \(\d+\), got 1,000"),
         ({"defences": "mixup", "images": 3}, "needs clients with 4 images or more, got one with 3"),
         ({"defences": "mixup:k=5", "images": 6, "partition": "iid:images=4"}, "5 images or more, got one with 4"),
         ({"defences": "clip+loda"}, "needs public images, got none"),

@@ -58,8 +58,8 @@ def command(tmp_path):
     import numpy as np
 
     rng = np.random.default_rng(0)
-    images, labels = rng.integers(0, 255, (40, 1, 8, 8), dtype=np.uint8), np.arange(40) % 2
-    np.savez(tmp_path / "few.npz", x_train=images[:30], y_train=labels[:30], x_test=images[30:], y_test=labels[30:])
+    images, labels = rng.integers(0, 255, (440, 1, 8, 8), dtype=np.uint8), np.arange(440) % 2
+    np.savez(tmp_path / "few.npz", x_train=images[:400], y_train=labels[:400], x_test=images[400:], y_test=labels[400:])
     return ["audit", "--dataset", str(tmp_path / "few.npz"), *QUICK.split(), "--out", str(tmp_path / "run")]
 
 
@@ -92,3 +92,21 @@ def test_an_attack_that_cannot_search_such_updates_is_named_before_the_work(comm
     assert result.exit_code == 0, result.output
     assert "Not run: gs:iterations=2: can search at most 128 images per update, got 200." in result.stderr
     assert "gs" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            "--epochs 2 --momentum 0.5 --batch-size 4",
+            "No effect with --protocol lab: --epochs, --batch-size, --momentum.",
+        ),
+        ("--protocol fedavg --images 2 --partition iid:images=4", "No effect with --protocol fedavg: --images."),
+        ("--images 2 --momentum 0.9", ""),
+        ("--protocol fedavg --epochs 2 --rounds 0 --attacks labels --images 2", ""),
+    ],
+)
+def test_options_without_effect_are_named(command, options, said):
+    result = CliRunner().invoke(app, [*command, *options.split(), "--estimate"])
+    assert result.exit_code == 0, result.output
+    assert (said in result.stderr) if said else ("No effect" not in result.stderr)

@@ -47,4 +47,5 @@ def test_what_no_attack_looked_for_was_not_attacked():
 def test_of_many_defences_the_least_and_the_most_are_named():
     rows = [labels_row(name, share) for name, share in zip("abcde", (0.5, 0.4, 0.9, 0.6, 0.7), strict=True)]
     text = recovered(rows)["Labels"]
-    assert text.startswith("40.0 % are right under b, 90.0 % under c;")
+    assert text.startswith("40.0 % are right under b, 90.0 % under c (least and most of 5 defences);")
+    assert "defences" not in recovered(rows[:3])["Labels"]

@@ -100,8 +100,7 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
         changed = defended(copy.deepcopy(network), defence, settings.seed, "server")
         check_output(changed, dataset.shape, dataset.num_classes, torch.device("cpu"))
         defence.check(changed, dataset.shape)
-        if settings.rounds:
-            check_trainable(changed, defence, Protocol.of(training).local)
+        check_trainable(changed, defence, Protocol.of(training).local)
         if settings.canaries:
             own = settings.training(defence.spec, settings.seed)
             Canaries.beside(own, defence, FlatModel(changed), _sizes(settings, dataset), dataset.shape)
@@ -127,11 +126,17 @@ def _check_together(settings: AuditSettings, dataset: Dataset) -> None:
 
 
 def _check_trainings(settings: AuditSettings, dataset: Dataset, defences: Iterable[Defence]) -> None:
-    """Raise if clients of a training have too few images for a defence, or a round too few clients to attack."""
+    """Raise if clients of a training have too few images, or a round has too few clients to attack."""
     if not settings.rounds:
         return
     for defence in defences:
         defence.check_images(_fewest(settings, dataset), aux=True)
+    most = max(_sizes(settings, dataset))
+    if settings.protocol == "lab" and settings.images > most:
+        raise ConfigError(
+            f"images must be at most the images of a client ({most:,}), got {settings.images:,}. Lower --images or "
+            "--clients."
+        )
     for seed in settings.all_seeds:
         for spec in settings.defences:
             attacked_clients(settings, seed, spec)

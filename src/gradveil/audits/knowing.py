@@ -15,6 +15,7 @@ import torch
 
 from gradveil.attacks import Attack
 from gradveil.attacks.parts.combined import ignorant, mean_psnr, mixed
+from gradveil.progress import part
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.threat.rehearsal import rehearse, unplayable
 from gradveil.types import Batch
@@ -43,11 +44,14 @@ def played(
     if spare and seen.knows(Knowledge.PUBLIC_DATA) and not unplayable(seen):
         known, plain = rehearsed(attack, seen, spare, rng)
         told = f"on public images {known:.1f} dB knowing the defence, {plain:.1f} dB without"
-        return _noted(attack(seen, rng()), told) if known >= plain else _plain(attack(ignorant(seen), rng()), told)
-    result = attack(seen, rng())
+        with part(2, 3):
+            return _noted(attack(seen, rng()), told) if known >= plain else _plain(attack(ignorant(seen), rng()), told)
+    with part(0, 2):
+        result = attack(seen, rng())
     if bool(result.converged.all()):
         return result
-    other = attack(ignorant(seen), rng())
+    with part(1, 2):
+        other = attack(ignorant(seen), rng())
     return mixed(
         result, _plain(other, "only the plain search explained the update"), other.converged & ~result.converged
     )
@@ -59,7 +63,10 @@ def rehearsed(
     """Return the mean PSNR of both ways on clients with public images: knowing the defence, and not."""
     device = next(iter(seen.updates.values())).device
     stage = rehearse(seen, [batch.to(device) for batch in spare], int(torch.randint(2**62, (), generator=rng())))
-    return mean_psnr(attack(stage, rng()), spare), mean_psnr(attack(ignorant(stage), rng()), spare)
+    with part(0, 3):
+        known = mean_psnr(attack(stage, rng()), spare)
+    with part(1, 3):
+        return known, mean_psnr(attack(ignorant(stage), rng()), spare)
 
 
 def _plain(result: Reconstruction, note: str) -> Reconstruction:

@@ -38,8 +38,9 @@ INNER = ("steps", "iterations")
 """Names of the settings of defences that count such inner steps."""
 WARM = 3
 """Reports of progress before an attack's speed is measured: the first steps are slower."""
-BROKEN_OFF = 5
-"""Times the limit after which not even the first round of a trial, which warms caches, is followed by a second."""
+BROKEN_OFF = 20
+"""Times the limit after which not even the first round of a trial, which imports modules and warms caches, is followed
+by a second."""
 SAMPLE = 8
 """Images of a client in a trial of the lab protocol, of which a round uses a few."""
 
@@ -78,7 +79,7 @@ class Pilot:
         dataset: its data.
         root: the data root.
         limit: seconds after which a trial is stopped, if it can be.
-        clock: seconds that have passed.
+        clock: seconds that have passed, such as seconds of computing time.
         known: the seconds of steps that were tried before, by defence and marks.
     """
 

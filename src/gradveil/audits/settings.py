@@ -151,6 +151,13 @@ class AuditSettings:
         return [name for name, value in usual.items() if getattr(self, name) == value]
 
     @property
+    def unused(self) -> list[str]:
+        """Settings that were changed but have no effect with this protocol."""
+        idle = ("epochs", "batch_size", "momentum") if self.protocol == "lab" else ("images",) * bool(self.rounds)
+        usual = {field.name: field.default for field in fields(self)}
+        return [name for name in idle if getattr(self, name) != usual[name]]
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """The tapped rounds; without training, the first alone."""
         return self.tap or default_taps(self.rounds or 1)

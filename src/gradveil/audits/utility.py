@@ -103,8 +103,9 @@ def _protected(simulation: Simulation) -> str:
     """Return which images a defence of marked images protects, or "" if it protects all."""
     if not simulation.defence.marked_only:
         return ""
-    share = float(simulation.data.sensitive.mean())
-    return f"{share:.0%} of the images are marked (--sensitive), and only these are fully protected"
+    marks = simulation.data.sensitive
+    marked = f"{int(marks.sum()):,} of {len(marks):,} images are marked as sensitive (--sensitive)"
+    return f"{marked}, and only these are fully protected"
 
 
 def _worst_budget(simulation: Simulation) -> Budget | None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def look_ahead(settings: "AuditSettings", out: Path, workers: int | None, data_root: Path | None) -> "Estimate":
-    """Return how long an audit takes; say on stderr which attacks can't run, and raise if the audit itself can't.
+    """Return how long an audit takes; say on stderr what has no effect or can't run; raise if the audit itself can't.
 
     Cells that are finished in ``out`` take no time.
     """
@@ -29,6 +29,9 @@ def look_ahead(settings: "AuditSettings", out: Path, workers: int | None, data_r
     dataset = load_dataset(settings.dataset, data_root)
     check(settings, dataset, data_root)
     without = left_out(settings, dataset)
+    if settings.unused:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in settings.unused)
+        say(f"No effect with --protocol {settings.protocol}: {options}.", err=True)
     for spec, why in without.items():
         say(f"Not run: {spec}: {why}", err=True)
     cells = [cell for cell in plan(settings, without) if not (out / "cells" / f"{cell.name}.json").exists()]

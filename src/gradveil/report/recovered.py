@@ -55,10 +55,11 @@ def _labels(lines: Sequence[Mapping[str, Any]]) -> str:
     told = ", ".join(f"{percent(best[name]['label_accuracy'])} {_under(name)}" for name in shown)
     blind = next((line["blind_label_accuracy"] for line in best.values() if line["blind_label_accuracy"]), None)
     if blind is None:
-        return f"{_right(told)}."
+        return f"{_right(told)}{_of_many(best)}."
     nothing = all(line["label_accuracy"] < blind + ABOVE for line in best.values())
     verdict = ": no attack did better" * nothing
-    return f"{_right(told)}; a guess by the classes' shares of public images gets {percent(blind)}{verdict}."
+    guess = f"a guess by the classes' shares of public images gets {percent(blind)}{verdict}"
+    return f"{_right(told)}{_of_many(best)}; {guess}."
 
 
 def _right(told: str) -> str:
@@ -77,7 +78,7 @@ def _pictures(
         return f"not attacked: {reasons}" if reasons else UNTRIED
     told = ", ".join(f"{_score(best[name])} {_under(name)}" for name in _few(best, "recognisable"))
     beside = [f"{line['attack']}: {line['psnr']:.1f} dB" for line in blind if line["psnr"] is not None]
-    return f"recognisable and closer to the truth than a blind guess{_in_brackets(beside)}: {told}."
+    return f"recognisable and closer to the truth than a blind guess{_in_brackets(beside)}: {told}{_of_many(best)}."
 
 
 def _score(line: Mapping[str, Any]) -> str:
@@ -92,6 +93,12 @@ def _few(best: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
     """Return `none` and the defences, of many only the one that leaks least and the one that leaks most."""
     rest = sorted((name for name in best if name != "none"), key=lambda name: best[name][key] or 0)
     return ["none"] * ("none" in best) + (rest if len(rest) <= MOST else [rest[0], rest[-1]])
+
+
+def _of_many(best: Mapping[str, object]) -> str:
+    """Return that only two defences are told, if there are more than `_few` tells."""
+    rest = [name for name in best if name != "none"]
+    return f" (least and most of {len(rest)} defences)" * (len(rest) > MOST)
 
 
 def _under(name: str) -> str:

@@ -13,7 +13,8 @@ from gradveil.report.flags import flagged
 from gradveil.rows import KINDS, Row, Schema
 
 NO_PRICE = (
-    "price not known: the undefended training did not learn (try another --lr, a lower --momentum, more --rounds)"
+    "price not known: the undefended training did not learn (try more --rounds, another --lr or, with --protocol "
+    "fedavg, a lower --momentum)"
 )
 NOT_LEARNED = "the training under this defence did not learn: it is no better than a guess"
 
