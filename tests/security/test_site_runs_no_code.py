@@ -1,9 +1,11 @@
 """Nothing that a run config names is imported or opened at a site, and no error tells the server what is there."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
+from gradveil.catalogue import catalogue
 from gradveil.engines.flower_site import client_app
 from tests.security.sites import RUN, OneSite, code
 
@@ -61,6 +63,39 @@ def test_paths_of_a_run_are_not_opened(tmp_path, setting):
     site = OneSite(tmp_path / "private", replace(RUN, **{setting: str(secret)}), agreed=RUN)
     assert code(site.ask("query")) == ""
     assert code(site.train(1)) == ""
+
+
+OPENED = []
+sys.addaudithook(lambda event, details: OPENED.append(str(details[0])) if event == "open" else None)
+MORE = {"weights": ",extractor=mlp,start=noise"}
+SETTINGS = [(kind, name, key) for kind in ("defences", "models", "partitions")
+            for name, entry in catalogue(kind).entries.items()
+            for key, default in entry.settings.items() if isinstance(default, str)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "setting"), SETTINGS)
+def test_no_setting_of_a_component_opens_a_file(tmp_path, kind, name, setting):
+    secret = tmp_path / "patient-7"
+    secret.write_bytes(b"not for the run")
+    text = f"{name}:{setting}={secret}{MORE.get(setting, '')}"
+    site = OneSite(
+        tmp_path / "private", replace(RUN, **{kind.removesuffix("s"): text}), agreed=replace(RUN, model="any")
+    )
+    site.node |= {"defence": "any"}
+    OPENED.clear()
+    site.ask("query")
+    assert code(site.train(1))
+    assert str(secret) not in OPENED
+
+
+def test_a_site_may_agree_to_a_defence_with_weights_of_its_own(tmp_path):
+    run = replace(RUN, defence=f"loda:extractor=mlp,start=noise,weights={tmp_path / 'own'}")
+    (tmp_path / "own").write_bytes(b"no weights")
+    site = OneSite(tmp_path / "private", run)
+    OPENED.clear()
+    assert code(site.ask("query")) != "file"
+    assert code(site.train(1)) not in ("file", "")
+    assert str(tmp_path / "own") in OPENED
 
 
 def test_errors_carry_no_paths_and_no_texts(tmp_path):

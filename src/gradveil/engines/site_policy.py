@@ -4,6 +4,7 @@ A run's settings come from whoever starts it. A site compares them with its poli
 anything that they name is built, opened or imported, and refuses the run with a short code if it asks for more.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from gradveil.validate import in_range, one_of
 ANY = "any"
 """The text with which a site agrees to every defence, or every model, of the package."""
 _STRICTNESS = ("off", "warn", "refuse")
+_WEIGHTS = re.compile(r"\bweights\s*=")
+"""The one setting of a component that names a file whatever its value looks like."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _agree_on_texts(policy: SitePolicy, settings: TrainSettings) -> None:
     agreed_texts = {policy.defence, policy.model} - {ANY}
     for key in ("defence", "model", "partition"):
         text = getattr(settings, key)
-        if text not in agreed_texts and (".py" in text or own_files(text)):
+        if text not in agreed_texts and (".py" in text or own_files(text) or _WEIGHTS.search(text)):
             raise refused("file", f"A run must not name a file that this site did not agree to, got {key} = {text!r}.")
 
 
