@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from gradveil.errors import ConfigError
-from gradveil.randomness import SECRET, global_stream
+from gradveil.randomness import SECRET, block_key, global_stream
 from gradveil.secret_stream import SecretStream, attackers_stream, layer_stream
 
 MANY = 100_000
@@ -182,3 +182,28 @@ def test_attackers_and_layers_are_keyed_by_torchs_generators():
     with global_stream(0, "layers"):
         assert torch.equal(first, layer_stream().words(9))
     assert not torch.equal(first, second)
+
+
+def test_whoever_knows_the_global_generator_does_not_know_a_layers_draws():
+    """Masks of Dropout may show all of the generator's state; a layer's noise must stay secret."""
+
+    def drawn(seed):
+        with global_stream(seed, "layers"):
+            torch.default_generator.manual_seed(7)  # the state that somebody computed from masks
+            return layer_stream().words(9).tolist()
+
+    assert drawn(SECRET + 1) == drawn(SECRET + 1)
+    assert len({tuple(draws) for draws in map(drawn, (0, SECRET + 1, SECRET + 2))}) == 3
+    torch.manual_seed(7)
+    assert layer_stream().words(9).tolist() == drawn(0) == drawn(1)
+
+
+def test_the_key_of_a_block_ends_with_it():
+    with global_stream(SECRET + 1, "a"):
+        outer = block_key()
+        with global_stream(SECRET + 1, "b"):
+            assert outer != block_key() != 0
+        with global_stream(1, "c"):
+            assert block_key() == 0
+        assert block_key() == outer
+    assert block_key() == 0

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ _WORDS, _OFFSET = 624, 24
 
 Each word has 32 bits and is stored as a 64-bit integer.
 """
+_key: ContextVar[int] = ContextVar("key of the block", default=0)
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
@@ -49,10 +51,21 @@ def global_stream(seed: int, *purpose: str | int) -> Iterator[None]:
     """
     before = torch.default_generator.get_state()
     _seeded(torch.default_generator, seed, *purpose)
+    own = hashlib.sha256(repr(("key", seed, *purpose)).encode()).digest() if seed >= SECRET else b""
+    outer = _key.set(int.from_bytes(own, "big"))
     try:
         yield
     finally:
+        _key.reset(outer)
         torch.default_generator.set_state(before)
+
+
+def block_key() -> int:
+    """Return a key of 256 bits for the current block of `global_stream`; 0 outside, or if its seed is no secret.
+
+    Draws of the global generator tell nothing about it.
+    """
+    return _key.get()
 
 
 def _seeded(generator: torch.Generator, seed: int, *purpose: str | int) -> torch.Generator:

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from torch import Tensor
 
 from gradveil.errors import ConfigError
-from gradveil.randomness import SECRET
+from gradveil.randomness import SECRET, block_key
 
 _BLOCK = 16
 """Bytes in a block of AES."""
@@ -140,11 +140,12 @@ def attackers_stream(rng: torch.Generator) -> SecretStream:
 
 
 def layer_stream() -> SecretStream:
-    """Return a stream keyed by 256 bits of torch's global generator, for a layer that draws while it computes.
+    """Return a stream for a layer that draws while it computes, keyed by torch's global generator and its block's key.
 
-    The cipher hides the generator's bits: whoever sees the layer's draws learns nothing about the generator.
+    The cipher hides the generator's bits: whoever sees the layer's draws learns nothing about the generator. Whoever
+    knows the generator, for example from masks of Dropout, does not know the key of `global_stream`.
     """
-    return SecretStream(0, "layer", *torch.randint(2**32, (8,)).tolist())
+    return SecretStream(block_key(), "layer", *torch.randint(2**32, (8,)).tolist())
 
 
 def _surprise(words: Tensor) -> Tensor:

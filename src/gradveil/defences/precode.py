@@ -159,7 +159,7 @@ class Bottleneck(nn.Module):
 
 
 class Noise(nn.Module):
-    """Standard normal noise in training mode, from a cipher keyed by torch's global generator; zeros otherwise."""
+    """Standard normal noise in training mode, from `layer_stream`; zeros otherwise."""
 
     def forward(self, like: Tensor) -> Tensor:
         """Return noise of the shape of ``like``."""
