@@ -262,7 +262,7 @@ def test_score_has_a_summary():
     assert "prune:fraction=0.9" in result._repr_html_()
 
 
-@pytest.mark.parametrize("option", [{"rounds": 3}, {"adaptive": False}, {"lr": 7.0}, {"modle": "mlp"}])
+@pytest.mark.parametrize("option", [{"rounds": 3}, {"adaptive": False}, {"momentum": 0.5}, {"modle": "mlp"}])
 def test_score_refuses_what_it_has_no_use_for(option):
     with pytest.raises(UnknownNameError, match=rf"^A score has no setting '{next(iter(option))}'\."):
         package.score(model="mlp:hidden=4", targets=1, **option)

@@ -106,7 +106,9 @@ def alteration(
     """Return how a malicious server's attack changes the network, or None if it does not."""
     if attack is None or Knowledge.ALTERS_MODEL not in attack.needs:
         return None
-    public = _public(dataset, usable_device(settings.device)) if Knowledge.PUBLIC_DATA in settings.knows else None
+    public = (
+        public_images(dataset).to(usable_device(settings.device)) if Knowledge.PUBLIC_DATA in settings.knows else None
+    )
     scene = Scene(dataset.shape, dataset.num_classes, public)
     return lambda network: attack.alter(network, scene, stream(cell.seed, "alter"))
 
@@ -115,7 +117,7 @@ def public_knowledge(settings: AuditSettings, dataset: Dataset) -> PublicKnowled
     """Return what an attacker may have without any client's help."""
     device = usable_device(settings.device)
     averages = _class_averages(dataset, device) if "class-averages" in settings.knows else None
-    return PublicKnowledge(_public(dataset, device), averages)
+    return PublicKnowledge(public_images(dataset).to(device), averages)
 
 
 def observed(
@@ -129,7 +131,8 @@ def observed(
 ) -> Observation:
     """Return what a server sees of the first updates of clients that have these images and no others.
 
-    ``attack`` may alter the network. No training follows, so that no price belongs to these updates.
+    Under secure aggregation that is the mean of all of them. ``attack`` may alter the network. No training follows, so
+    that no price belongs to these updates.
     """
     device = usable_device(settings.device)
     aux = _auxiliary(settings, dataset, root, defence).to(device) if defence.uses_aux else None
@@ -139,7 +142,9 @@ def observed(
         threat=threat_of(cell, settings, attack),
         num_classes=dataset.num_classes,
         defence=defence,
-        protocol=Protocol(local_of(settings, cell), settings.lr, rounds=settings.looks),
+        protocol=Protocol(
+            local_of(settings, cell), settings.lr, rounds=settings.looks, aggregation=settings.aggregation
+        ),
         public=public_knowledge(settings, dataset),
         federation=Federation(
             guards=_guards(settings, defence, aux),
@@ -200,10 +205,10 @@ def spare_public(dataset: Dataset, count: int, images: int) -> list[Batch]:
     return [whole[slice(start, start + images)] for start in range(0, len(free) - images + 1, images)]
 
 
-def _public(dataset: Dataset, device: torch.device) -> Batch:
-    """Return test images that are not private."""
-    free = _nobodys(dataset)[:PUBLIC_IMAGES]
-    return to_batch(dataset.test.images[free], dataset.test.labels[free]).to(device)
+def public_images(dataset: Dataset, most: int = PUBLIC_IMAGES) -> Batch:
+    """Return test images that are not private, ``most`` at most, in a fixed random order."""
+    free = _nobodys(dataset)[:most]
+    return to_batch(dataset.test.images[free], dataset.test.labels[free])
 
 
 def _class_averages(dataset: Dataset, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ a path, these take objects as well.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,15 +30,13 @@ from gradveil.registry import split_specs
 from gradveil.runs.attack import Scoring, attack_files
 from gradveil.runs.given import as_texts, fresh_folder, given_settings, usable_workers
 from gradveil.runs.results import AttackResult, ScoreResult
+from gradveil.runs.score import SCORED, TARGETS, score_settings, summarise_scores
 from gradveil.runs.score import score as run_score
-from gradveil.runs.score import summarise_scores
 from gradveil.runs.train import TrainResult
 from gradveil.runs.train import train as run_train
 from gradveil.runs.update_spec import UpdateSpec, make_spec, read_spec
 
 F = TypeVar("F", bound=Callable[..., Any])
-SCORED = ("dataset", "model", "defences", "targets", "knows", "weights", "normalise", "aux", "seed", "seeds", "device")
-"""The settings of an audit that a score has use for."""
 ACCEPTED: Mapping[str, Any] = {
     "dataset": str | Path | NamedSet | Dataset,
     "aux": str | Path | NamedSet | Dataset,
@@ -258,7 +256,7 @@ def _known(spec: str | Path | Mapping[str, Any] | UpdateSpec) -> UpdateSpec:
     return spec if isinstance(spec, UpdateSpec) else read_spec(_given_path("spec", spec))
 
 
-@_takes(AuditSettings, SCORED, targets=4)
+@_takes(AuditSettings, SCORED, targets=TARGETS)
 def score(
     *,
     settings: AuditSettings | None = None,
@@ -266,7 +264,7 @@ def score(
     progress: Callable[[float, str], None] | None = None,
     **options: Any,  # noqa: ANN401 - fields of AuditSettings
 ) -> ScoreResult:
-    """Bound what any attacker could recover of single images, without attacking, as ``gradveil score`` does.
+    """Bound what any attacker could recover of an update's images, without attacking, as ``gradveil score`` does.
 
     Example::
 
@@ -274,6 +272,7 @@ def score(
 
         result = gradveil.score(defences=["none", "gaussian:std=0.1"], targets=2)
         result.summary   # per defence the best mean PSNR that any guess can have, to first order
+        gradveil.score(defences="gaussian:std=0.1", aggregation="secure", clients=4)   # of a mean of four clients
 
     Args:
         settings: settings to start from; ``options`` override them.
@@ -287,8 +286,7 @@ def score(
     unknown = next((name for name in options if name not in SCORED), None)
     if unknown:
         raise UnknownNameError("setting", unknown, SCORED, wrong=f"A score has no setting {unknown!r}.")
-    given = {"targets": 4, **_start(settings, AuditSettings), **as_texts(options)}
-    chosen = replace(make_audit_settings(given | {"rounds": 0}), adaptive=True)
+    chosen = score_settings({**_start(settings, AuditSettings), **as_texts(options)})
     rows = run_score(chosen, data_root=_path("data_root", data_root), progress=progress or (lambda share, doing: None))
     return ScoreResult(rows, summarise_scores(rows))
 

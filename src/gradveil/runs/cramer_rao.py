@@ -29,14 +29,15 @@ def leak(jacobian: Tensor, noise: Tensor, prior: Tensor, nuisance: Tensor | None
     .. math::
         \mathrm{MSE} \ge \frac1D \,\mathrm{tr}\left[\left(J^T \Sigma^{-1} J + \Lambda^{-1}\right)^{-1}\right]_{xx}
 
-    The bound is exact if f is linear and everything is normal. An attacker who knows more about images than their
-    variance can do better, and if f is strongly curved, no first-order figure holds. It is computed by orthogonal
+    The bound is exact if f is linear and everything is normal. An attacker who knows more about images than the prior
+    can do better, and if f is strongly curved, no first-order figure holds. It is computed by orthogonal
     transformations of J itself, because forming :math:`J^T J` would lose half of the digits.
 
     Args:
-        jacobian: (P, D + K), derivatives by the D numbers of the image, then by K unknown numbers u.
+        jacobian: (P, D + K), derivatives by the D numbers of the images, then by K unknown numbers u.
         noise: (P,) standard deviation of each number; infinite if the number reveals nothing.
-        prior: (D,) prior variance of each of the image's numbers.
+        prior: (D,) prior variance of each of the images' numbers; or (d, d), the covariance of each image's d numbers,
+            where D is a multiple of d and the images are independent.
         nuisance: (K,) prior variance of u.
 
     Reference: Gill and Levit 1995; for gradients https://arxiv.org/abs/2411.03746; the last figure is that of Hannun et
@@ -46,18 +47,48 @@ def leak(jacobian: Tensor, noise: Tensor, prior: Tensor, nuisance: Tensor | None
         >>> round(leak(torch.tensor([[1.0, 0.0]]), torch.tensor([0.1]), torch.tensor([0.01, 0.01])).mse, 6)
         0.0075
     """
-    size = len(prior)
-    variances = prior if nuisance is None else torch.cat([prior, nuisance])
-    scaled = (jacobian / noise[:, None]).double()
-    spread = variances.double().sqrt()
-    root = torch.linalg.qr(scaled * spread, mode="r").R  # what is known about x and u, in units of the prior
-    whole = torch.linalg.qr(torch.cat([root, torch.eye(len(variances), dtype=root.dtype)]), mode="r").R
+    secrets = 0 if nuisance is None else len(nuisance)
+    size = jacobian.shape[1] - secrets
+    known = condensed(jacobian, noise)
+    spread = _square_root(prior.double())
+    own = _times(known[:, :size], spread)
+    if nuisance is not None:
+        own = torch.cat([own, known[:, size:] * nuisance.double().sqrt()], 1)
+    root = torch.linalg.qr(own, mode="r").R  # what is known about x and u, in units of the prior
+    whole = torch.linalg.qr(torch.cat([root, torch.eye(size + secrets, dtype=root.dtype)]), mode="r").R
     inverse = torch.linalg.solve_triangular(whole, torch.eye(len(whole), dtype=whole.dtype), upper=True)
     left = inverse[:size] @ inverse[:size].T  # (D, D) covariance that is left, in units of the prior
     shares = torch.linalg.eigvalsh(left).clamp(torch.finfo(left.dtype).eps, 1.0)
     return Leak(
-        mse=float((left.diagonal() * prior.double()).mean()),
+        mse=float(_times(inverse[:size].T, spread.t()).square().sum()) / size,
         seen=int((shares < 0.5).sum()),
         bits=float(-0.5 * shares.log2().sum()),
-        fisher_loss=float(torch.linalg.matrix_norm(root[:, :size] / spread[:size], 2)),
+        fisher_loss=float(torch.linalg.matrix_norm(known[:, :size], 2)),
     )
+
+
+def condensed(jacobian: Tensor, noise: Tensor) -> Tensor:
+    r"""Return R (at most D, D) with :math:`R^T R = J^T \Sigma^{-1} J`: as much about x as all P numbers together.
+
+    It serves as the Jacobian of numbers with unit noise.
+    """
+    found = jacobian.new_empty(0, jacobian.shape[1], dtype=torch.float64)
+    for rows, stds in zip(torch.split(jacobian, _ROWS), torch.split(noise, _ROWS), strict=True):
+        found = torch.linalg.qr(torch.cat([found, (rows / stds[:, None]).double()]), mode="r").R
+    return found
+
+
+_ROWS = 8192
+"""Rows of a Jacobian that are condensed at once, to save memory."""
+
+
+def _square_root(prior: Tensor) -> Tensor:
+    """Return standard deviations (D,) for variances, or A (d, d) with A A^T = C for a covariance C."""
+    return prior.sqrt() if prior.dim() == 1 else torch.linalg.cholesky(prior)
+
+
+def _times(rows: Tensor, spread: Tensor) -> Tensor:
+    """Multiply rows (N, D) by standard deviations (D,), or each of their images' parts by a matrix (d, d)."""
+    if spread.dim() == 1:
+        return rows * spread
+    return (rows.reshape(-1, len(spread)) @ spread).view_as(rows)
