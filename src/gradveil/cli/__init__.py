@@ -1,7 +1,7 @@
 """The command line. stdout carries results (with --json exactly one document), stderr progress and warnings.
 
-Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input, 130 ended by Ctrl-C. Nothing heavy is imported
-here: each command imports what it needs when it runs.
+Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input, 3 what was checked does not hold (compare), 130
+ended by Ctrl-C. Nothing heavy is imported here: each command imports what it needs when it runs.
 """
 
 import sys
@@ -9,6 +9,7 @@ import sys
 import typer
 
 from gradveil.cli.attack import attack_command
+from gradveil.cli.compare import compare_command
 from gradveil.cli.data import data_app
 from gradveil.cli.generator import train_generator_command
 from gradveil.cli.lists import describe, list_components
@@ -33,6 +34,7 @@ app.command("train-generator")(
     with_options(train_generator_command, "gradveil.generators.training:GeneratorSettings", "File for the weights.")
 )
 app.command("score")(score_command)
+app.command("compare")(compare_command)
 app.command("report")(report_command)
 app.command("reproduce")(reproduce_command)
 app.add_typer(data_app, name="data")

@@ -2,7 +2,8 @@
 
 A site's policy (`gradveil.engines.site_policy`) says who it is and what it agrees to; it comes from the site's node
 config or its own TOML file, never from the run. Its ledger (`gradveil.engines.site_ledger`) makes sure that each round
-is answered once and that only weights of such rounds are scored (`gradveil.engines.site_scores`).
+is answered once and that only weights of such rounds are scored (`gradveil.engines.site_scores`). Digests of what it
+received stand in a file that sites can compare (`gradveil.engines.site_broadcasts`).
 
 What leaves a site: the update after ``on_update``, the number of images behind it, the numbers of its images and of its
 marked images; of its test images the number of correct answers, also per class, and the rounded loss; of its training
@@ -23,6 +24,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from gradveil.data import Dataset
 from gradveil.engines.devices import Devices, chunks
 from gradveil.engines.messages import finite, listed, read_arrays, read_config, whole
 from gradveil.engines.site import MOST_ROUNDS, Site, open_site
+from gradveil.engines.site_broadcasts import Heard, note
 from gradveil.engines.site_codes import code_of, refused
 from gradveil.engines.site_ledger import digest, weights_digest
 from gradveil.engines.site_scores import as_given, require_allowed
@@ -98,6 +101,7 @@ def _train(site: Site, content: RecordDict) -> RecordDict:
     devices = site.devices(content)
     model, public = _received(devices, content), _public(devices, content)
     weights = weights_digest(model)
+    _note(site, content, Heard(site.run, number, "train", weights, weights_digest(public) if public else ""))
     request = digest(number, lr, weights, weights_digest(public))
     book = site.book.ledger
     if book.run(site.run).repeats(number, request) and site.answer_path.exists():
@@ -113,6 +117,14 @@ def _train(site: Site, content: RecordDict) -> RecordDict:
     _store(site.answer_path, played.update, len(alarms), played.reports if site.policy.reports else {})
     site.book.write(begun.with_run(site.run, begun.run(site.run).answer(weights)))
     return _stored(site.answer_path)
+
+
+def _note(site: Site, content: RecordDict, heard: Heard) -> None:
+    """Note digests of what the server sent, whatever becomes of it, so that sites can compare them."""
+    heard = replace(heard, network=digest(sorted(read_config(content, "network").items())))
+    if note(site.broadcasts_path, heard):
+        LOG.info("Received for %s in round %s of run %s: model %s, public %s, network %s.", heard.work, heard.round,
+                 heard.run, heard.model, heard.public or "none", heard.network)  # fmt: skip
 
 
 @contextmanager
@@ -180,6 +192,7 @@ def _score(site: Site, content: RecordDict) -> RecordDict:
     devices = site.devices(content)
     after = whole(read_config(content, "round"), "number", 0, MOST_ROUNDS)
     model, asked = _received(devices, content), read_config(content, "requests")
+    _note(site, content, Heard(site.run, after, "score", weights_digest(model)))
     images, own = listed(asked, "images", str, MOST_REQUESTS), listed(asked, "own", bool, MOST_REQUESTS)
     if len(images) != len(own):
         raise MessageError("Requests must have as many kinds of images as owners, got other numbers.")

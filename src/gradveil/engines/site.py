@@ -83,6 +83,11 @@ class Site:
             devices.require_state(self.number, last)
 
     @property
+    def broadcasts_path(self) -> Path:
+        """Return where digests of all received models are kept, for sites to compare."""
+        return Path(self.policy.private_folder) / f"broadcasts-{self.number}.jsonl"
+
+    @property
     def answer_path(self) -> Path:
         """Return where the last answer is kept, to give it again if the server lost it."""
         return self.folder / str(self.number) / "private" / "answer.safetensors"
