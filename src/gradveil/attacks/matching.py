@@ -29,6 +29,7 @@ from gradveil.attacks.base import Attack
 from gradveil.attacks.lti import Lti
 from gradveil.attacks.parts.adaptive import Answer, answers, turned
 from gradveil.attacks.parts.countermoves import countermoves
+from gradveil.attacks.parts.dropout import with_masks
 from gradveil.attacks.parts.labels import bias_excess
 from gradveil.attacks.parts.local_training import WAYS, Replay, replay_of
 from gradveil.attacks.parts.search import PARTS, Search, restricted
@@ -164,6 +165,7 @@ def _rounds(
     A countermove that separates decoys has solved its targets by one round.
     """
     replay = replace(replay_of(seen, attack.local, rng), penalties=search.move.penalties)
+    search, replay = with_masks(search, replay, seen)
     wanted = seen.mean_gradients if search.move.look is None else search.move.look(seen.mean_gradients)
     task = SearchTask(wanted, search.priors.statistics, None, search.move.outputs)
     later = [_later(attack, one, play, rng) for one in seen.later] if not play.separates else []

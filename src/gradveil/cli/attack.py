@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -62,11 +63,24 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
     for row in rows:
         table.add_row(
             str(row["target"]),
-            " ".join(map(str, row["labels"])),
+            shortened(row["labels"]),
             figure(row["attacker_loss"]),
             "yes" if row["converged"] else "attack did not converge",
             *(figure(row[key]) for key in shown),
             row["why"],
         )
     show(table)
+    for note in dict.fromkeys(note for row in rows for note in row["unmeasured"]):
+        say(f"Not measured: {note}", err=True)
     say(f"Look at them: {out / 'images'}")
+
+
+def shortened(labels: Sequence[int], most: int = 12) -> str:
+    """Return labels for a table: only the first of many.
+
+    Example:
+        >>> shortened(range(100), most=3)
+        '0 1 2 ... (100)'
+    """
+    shown = " ".join(map(str, labels[:most]))
+    return shown if len(labels) <= most else f"{shown} ... ({len(labels):,})"

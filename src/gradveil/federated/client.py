@@ -8,11 +8,15 @@ from itertools import zip_longest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.defences.base import Client, Defence
 from gradveil.defences.parts.reports import Reports
+from gradveil.errors import ConfigError
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.steps import Stepper
 from gradveil.secret_stream import SecretStream
 from gradveil.storage import PrivateFolder
 from gradveil.types import Batch, Tensors, Update
@@ -171,39 +175,62 @@ def train_locally(
 ) -> Update:
     """Train ``net`` from the ``received`` shared vector on ``client.data`` and return the protected update.
 
-    ``order`` shuffles the batches; it is not ``client.rng``, so that all defences see the same batches. SGD is that of
-    `torch.optim.SGD`, on one vector: d = g + weight_decay * w, v = momentum * v + d, w = w - lr * v. ``watch`` is
-    called with every batch that the network is about to see.
+    ``order`` shuffles the batches; it is not ``client.rng``, so that all defences see the same batches. Steps are those
+    of a `gradveil.federated.steps.Stepper`. ``watch`` is called with every batch that the network is about to see.
     """
+    _check_hooks(defence, how)
     net.receive(received)
-    _set_mode(net.module, how)
-    velocity: Tensor | None = None
+    set_mode(net.module, how)
+    stepper = Stepper(how, lr)
     num_examples = 0
-    for positions in batch_positions(len(client.data), how, order):
-        batch = defence.on_batch(client.data[positions], client)
-        if watch is not None:
-            watch(batch)
-        net.gradients.zero_()
-        F.cross_entropy(net.module(batch.images), batch.labels).backward()  # type: ignore[no-untyped-call]
-        if defence.overrides("on_gradient"):
-            net.set_gradient(defence.on_gradient(net.gradient(), batch, client))
+    for step in step_positions(len(client.data), how, order):
+        total: Tensor | None = None
+        for positions in step:
+            batch = defence.on_batch(client.data[positions], client)
+            if watch is not None:
+                watch(batch)
+            net.gradients.zero_()
+            loss = F.cross_entropy(net.module(batch.images), batch.labels, label_smoothing=how.label_smoothing)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if defence.overrides("on_gradient"):
+                net.set_gradient(defence.on_gradient(net.gradient(), batch, client))
+            if len(step) > 1:
+                total = net.gradients.clone() if total is None else total.add_(net.gradients)
+            num_examples += len(batch)
+        gradient = net.gradients if total is None else total / len(step)
+        if how.reduction == "sum":
+            gradient = gradient * sum(map(len, step))
         with torch.no_grad():
-            velocity = _step(net.values[net.trained], net.gradients, velocity, how, lr)
-        num_examples += len(batch)
+            stepper.step(net.values[net.trained], gradient)
     change = net.values[net.shared] - received
     update = net.to_update(change, min(num_examples, len(client.data)))
     return defence.on_update(update, client)
 
 
-def _step(weights: Tensor, gradient: Tensor, velocity: Tensor | None, how: LocalSettings, lr: float) -> Tensor | None:
-    """Take one step of SGD in place. Return the new velocity, or None without momentum."""
-    if how.weight_decay:
-        gradient = gradient.add(weights, alpha=how.weight_decay)
-    if how.momentum:
-        velocity = gradient.clone() if velocity is None else velocity.mul_(how.momentum).add_(gradient)
-        gradient = gradient.add(velocity, alpha=how.momentum) if how.nesterov else velocity
-    weights.sub_(gradient, alpha=lr)
-    return velocity
+def _check_hooks(defence: Defence, how: LocalSettings) -> None:
+    """Raise ConfigError if a defence of gradients would protect other gradients than those of the steps."""
+    if defence.overrides("on_gradient") and (how.accumulate > 1 or how.label_smoothing):
+        raise ConfigError(
+            f"accumulate must be 1 and label_smoothing 0 for defence {defence.name!r}, which works on single batches' "
+            f"gradients of the plain loss, got {how.accumulate} and {how.label_smoothing:g}. Leave them out."
+        )
+
+
+def step_positions(num_images: int, how: LocalSettings, order: SecretStream) -> Iterator[list[Tensor]]:
+    """Yield the positions of each step's batches: one batch, or up to ``how.accumulate`` of the same epoch.
+
+    Example:
+        >>> how = LocalSettings(batch_size=2, accumulate=2)
+        >>> [[len(batch) for batch in step] for step in step_positions(5, how, SecretStream(0))]
+        [[2, 2], [1]]
+    """
+    per_epoch = -(-num_images // (how.batch_size or num_images)) if how.algorithm == "fedavg" else 1
+    step: list[Tensor] = []
+    for number, positions in enumerate(batch_positions(num_images, how, order), start=1):
+        step.append(positions)
+        if len(step) == how.accumulate or number % per_epoch == 0:
+            yield step
+            step = []
 
 
 def batch_positions(num_images: int, how: LocalSettings, order: SecretStream) -> Iterator[Tensor]:
@@ -223,17 +250,18 @@ def batch_positions(num_images: int, how: LocalSettings, order: SecretStream) ->
             yield indices[start : start + size]
 
 
-def _set_mode(module: nn.Module, how: LocalSettings) -> None:
+def set_mode(module: nn.Module, how: LocalSettings) -> None:
+    """Set the network to training mode, but BatchNorm that is frozen and Dropout that is off to evaluation mode."""
     module.train()
-    if how.batch_norm == "freeze":
-        for layer in module.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                layer.eval()
+    for layer in module.modules():
+        frozen = isinstance(layer, _BatchNorm) and how.batch_norm == "freeze"
+        if frozen or (isinstance(layer, _DropoutNd) and how.dropout == "off"):
+            layer.eval()
 
 
 def check_trainable(module: nn.Module, defence: Defence, how: LocalSettings) -> None:
     """Raise `ConfigError` before any work if the defence can't protect local training of this network."""
-    _set_mode(module, how)
+    set_mode(module, how)
     try:
         defence.check_training(module)
     finally:

@@ -32,9 +32,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Takes outputs (N, classes) and labels; returns one loss per example, (N,)."""
 
 
-def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return each example's cross-entropy; labels are classes (N,) or probabilities (N, classes)."""
-    return F.cross_entropy(outputs, labels, reduction="none")
+def cross_entropy(outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Return each example's cross-entropy; labels are classes (N,) or probabilities (N, classes).
+
+    ``smoothing`` is the share of each label that is spread evenly over all classes.
+    """
+    return F.cross_entropy(outputs, labels, reduction="none", label_smoothing=smoothing)
 
 
 def example_gradients(

@@ -180,6 +180,7 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
         num_examples=spec.num_examples,
         known=Known(
             public_data=_public(spec.public_data, shape, device) if spec.public_data else None,
+            class_averages=_averages(spec, shape).to(device) if spec.class_averages else None,
             labels=None if spec.labels is None else torch.tensor(spec.labels),
             local_steps=spec.local_steps(),
             defence=defence,
@@ -216,6 +217,16 @@ def _public(dataset: str, shape: tuple[int, int, int], device: torch.device) -> 
     if there.shape != shape:
         raise ConfigError(f"public_data must be images of shape {shape}, got {there.shape} in {dataset!r}.")
     return to_batch(there.test.images[:PUBLIC_IMAGES], there.test.labels[:PUBLIC_IMAGES]).to(device)
+
+
+def _averages(spec: UpdateSpec, shape: tuple[int, int, int]) -> Tensor:
+    """Return the mean image of each class, (classes, C, H, W) in [0, 1]."""
+    path = Path(spec.class_averages)
+    images = images_of(path)
+    if tuple(images.shape) != (spec.num_classes, *shape):
+        wanted = (spec.num_classes, *shape)
+        raise DataError(f"images of {path} must be an image per class, {wanted}, got {tuple(images.shape)}.")
+    return images.float()
 
 
 def _check_new(out: Path) -> None:
@@ -264,19 +275,24 @@ def _read_truth(path: Path, seen: Observation, num_examples: int | None) -> Tens
 
     The file may leave out B if each update has one image, and T if there is one update.
     """
-    _check_file(path)
-    arrays = _read_arrays(path)
-    if "images" not in arrays:
-        raise DataError(f"{path} must hold an array 'images', got {', '.join(arrays) or 'nothing'}.")
-    images = arrays["images"]
-    got, targets = tuple(images.shape), seen.num_targets
-    images = to_unit(images, torch.float64)
+    images, targets = images_of(path), seen.num_targets
+    got = tuple(images.shape)
     if images.dim() == 4:
         images = images[None] if targets == 1 else images[:, None]
     fits = images.dim() == 5 and len(images) == targets and images.shape[2:] == seen.shape and len(images[0])
     if not fits or (num_examples and images.shape[1] != num_examples):
         size = f"({targets}, {num_examples or 'examples'}, {', '.join(map(str, seen.shape))})"
         raise DataError(f"images of {path} must have shape {size}, got {got}.")
+    return images
+
+
+def images_of(path: Path) -> Tensor:
+    """Return the ``images`` of an .npz file as numbers in [0, 1]."""
+    _check_file(path)
+    arrays = _read_arrays(path)
+    if "images" not in arrays:
+        raise DataError(f"{path} must hold an array 'images', got {', '.join(arrays) or 'nothing'}.")
+    images = to_unit(arrays["images"], torch.float64)
     if not bool(((images >= 0) & (images <= 1)).all()):
         raise DataError(f"images of {path} must be bytes or numbers in [0, 1], got others. De-normalise them first.")
     return images
@@ -286,15 +302,13 @@ def _found(
     seen: Observation, result: Reconstruction, target: int, private: Tensor | None, scoring: Scoring
 ) -> dict[str, Any]:
     """Return what the attack found for one target, with scores if the truth is known."""
-    reasons = [result.why[target]] if result.why else []
     figures: dict[str, float | None] = {column.key: None for column in scoring.schema.metrics}
-    if private is None:
-        reasons.append("no truth was given")
-    else:
+    missing = ["no truth was given"]
+    if private is not None:
         guess = align(private[target], result.images[target].cpu())
         measured, more = score_targets(private[None, target], guess[None], metrics=scoring.metrics)
         figures |= measured[0]
-        reasons += more[0]
+        missing = more[0]
     return {
         "target": target,
         **figures,
@@ -302,7 +316,8 @@ def _found(
         "attacker_loss": _number(float(result.loss[target])),
         "knows": seen.threat.names,
         "labels": result.labels[target].tolist(),
-        "why": "; ".join(filter(None, reasons)),
+        "why": result.why[target] if result.why else "",
+        "unmeasured": missing,
     }
 
 

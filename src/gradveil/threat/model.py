@@ -83,6 +83,7 @@ class Observation:
     _step_size: float | None = field(default=None, repr=False)
     _batch_norm: str | None = field(default=None, repr=False)
     _num_images: int | None = field(default=None, repr=False)
+    _dropout: str = field(default="on", repr=False)
 
     @property
     def num_targets(self) -> int:
@@ -165,7 +166,8 @@ class Observation:
         """
         if not self.single_step or self._step_size is None:
             raise ThreatModelError("Gradients need updates of a single step, got several local steps. Use `updates`.")
-        return {name: tensor / -self._step_size for name, tensor in self.updates.items()}
+        length = self.step_lengths[0]
+        return {name: tensor / -length for name, tensor in self.updates.items()}
 
     @property
     def mean_gradients(self) -> dict[str, Tensor]:
@@ -178,11 +180,12 @@ class Observation:
 
     @property
     def step_lengths(self) -> list[float]:
-        """Return the learning rate times each local step's weight in the update; for a single step, the rate alone.
+        """Return the learning rate times each local step's weight in the update; for a single step, mostly the rate.
 
         Several steps require local-steps and num-examples.
         """
-        weights = [1.0] if self.single_step else self.local_steps.step_weights(self.num_examples)
+        summed = self.knows(Knowledge.LOCAL_STEPS) and self.local_steps.reduction == "sum"
+        weights = [1.0] if self.single_step and not summed else self.local_steps.step_weights(self.num_examples)
         return [self.lr * weight for weight in weights]
 
     @property
@@ -207,6 +210,14 @@ class Observation:
             return self._batch_norm
         changed = [change.flatten(1).any(1) for change in self.buffers.values()]
         return "average" if changed and bool(torch.stack(changed).any(0).all()) else "freeze"
+
+    @property
+    def dropout(self) -> str:
+        """Return whether Dropout was on or off while the clients trained.
+
+        The server dictates it. Updates from elsewhere that do not state how clients trained count as made without it.
+        """
+        return self.local_steps.dropout if self.knows(Knowledge.LOCAL_STEPS) else self._dropout
 
     def knows(self, knowledge: Knowledge) -> bool:
         """Return whether a fact was granted."""

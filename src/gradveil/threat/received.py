@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradveil.errors import ConfigError
 from gradveil.federated.protocol import ONE_GRADIENT, Protocol
+from gradveil.threat.first_step import behind_first_step
 from gradveil.threat.knowledge import Knowledge, Known, ThreatModel
 from gradveil.threat.model import Observation, Script
 from gradveil.validate import in_range, one_of
@@ -65,11 +66,11 @@ def received(
         raise ConfigError("The network must have parameters that require a gradient, got none.")
     parts = [_fitting(network, client, number) for number, client in enumerate(_clients(updates))]
     buffers = [name for name in parts[0] if name not in parameters and all(name in part for part in parts)]
-    factor = -lr if kind == "gradient" else 1.0
+    changes = {name: torch.stack([part[name] for part in parts]) for name in parameters}
     facts = _facts(known, num_examples, num_classes, len(parts), like=parts[0][parameters[0]])
     return Observation(
         network=copy.deepcopy(network).eval(),
-        updates={name: torch.stack([part[name] for part in parts]) * factor for name in parameters},
+        updates=_as_steps(changes, network, known, kind, lr, steps),
         buffers={name: torch.stack([part[name] for part in parts]) for name in buffers},
         shape=shape,
         num_classes=num_classes,
@@ -79,7 +80,20 @@ def received(
         _facts=facts,
         _step_size=lr,
         _batch_norm=None if known.local_steps is None else known.local_steps.batch_norm,
+        _dropout="off",
     )
+
+
+def _as_steps(
+    found: dict[str, Tensor], network: nn.Module, known: Known, kind: str, lr: float, steps: int
+) -> dict[str, Tensor]:
+    """Return the changes of weights that attacks search: of a first step of Adam, those that SGD would have made."""
+    if kind == "gradient":
+        return {name: tensor * -lr for name, tensor in found.items()}
+    if steps == 1 and known.local_steps is not None and known.local_steps.is_adam:
+        gradients = behind_first_step(found, network, known.local_steps, lr)
+        return {name: gradient * -lr for name, gradient in gradients.items()}
+    return found
 
 
 def _script(network: nn.Module, known: Known, lr: float) -> Script | None:

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradveil.defences.base import Defence, Server
 from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.networks.watch import LayerCall, watch
+from gradveil.threat.first_step import behind_first_step
 from gradveil.threat.knowledge import Knowledge, PublicKnowledge, ThreatModel
 from gradveil.threat.mixtures import mixing_of
 from gradveil.threat.model import Lock, Observation
@@ -61,13 +62,18 @@ def assembled(
     channels, height, width = private[0].images.shape[1:]
     facts = _own_facts(defence, protocol.local, private, played) | _public_facts(public or PublicKnowledge())
     facts |= _shown_facts(protocol.local, server, played, threat)
+    single = protocol.local.num_steps(len(private[0])) == 1
+    updates = _stack([one.update.tensors for one in played])
+    if single and protocol.local.is_adam:
+        gradients = behind_first_step(updates, server.model, protocol.local, protocol.lr)
+        updates = {name: gradient * -protocol.lr for name, gradient in gradients.items()}
     return Observation(
         network=server.model.eval(),
-        updates=_stack([one.update.tensors for one in played]),
+        updates=updates,
         buffers=_stack([one.update.buffers for one in played]),
         shape=(channels, height, width),
         num_classes=num_classes,
-        single_step=protocol.local.num_steps(len(private[0])) == 1,
+        single_step=single,
         threat=threat,
         public=server.public,
         rounds=looks,
@@ -75,6 +81,7 @@ def assembled(
         _facts={knowledge: fact for knowledge, fact in facts.items() if knowledge in threat.knows},
         _step_size=protocol.lr,
         _batch_norm=protocol.local.batch_norm,
+        _dropout=protocol.local.dropout,
         _num_images=len(private[0]),
     )
 

@@ -1,3 +1,4 @@
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -5,10 +6,13 @@ import torch
 from torch import nn
 
 from gradveil.attacks.parts.local_training import Replay, replay_of
+from gradveil.federated.client import step_positions
 from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.models import create_model
-from gradveil.threat import ThreatModel
+from gradveil.secret_stream import SecretStream
+from gradveil.threat import Known, ThreatModel
 from gradveil.threat.observe import observe
+from gradveil.threat.received import received
 from gradveil.types import Batch
 
 BATCHES = (torch.tensor([0, 2]), torch.tensor([1, 3]), torch.tensor([3, 0]), torch.tensor([2, 1]))
@@ -25,20 +29,116 @@ def data(targets=2, count=4):
     return images, torch.randint(0, 3, (targets * count,), generator=rng)
 
 
-def by_hand(network, images, labels, how, lr):
-    """Train a copy by torch.optim.SGD, and return the mean gradient by name."""
-    copy = small()
-    copy.load_state_dict(network.state_dict())
-    optimiser = torch.optim.SGD(
-        copy.parameters(), lr, momentum=how.momentum, nesterov=how.nesterov, weight_decay=how.weight_decay
-    )
-    for some in BATCHES:
+def by_hand(network, images, labels, how, lr, steps=BATCHES):
+    """Train a copy by torch.optim, and return the change of the weights by name."""
+    copy = deepcopy(network)
+    decay = {"weight_decay": how.weight_decay}
+    optimiser = {
+        "sgd": lambda: torch.optim.SGD(copy.parameters(), lr, momentum=how.momentum, nesterov=how.nesterov, **decay),
+        "adam": lambda: torch.optim.Adam(copy.parameters(), lr, betas=how.betas, eps=how.eps, **decay),
+        "adamw": lambda: torch.optim.AdamW(copy.parameters(), lr, betas=how.betas, eps=how.eps, **decay),
+    }[how.optimiser]()
+    for step in steps:
         optimiser.zero_grad()
-        nn.functional.cross_entropy(copy(images[some]), labels[some]).backward()
+        parts = torch.split(step, how.batch_size or len(step))
+        for some in parts:
+            loss = nn.functional.cross_entropy(
+                copy(images[some]), labels[some], reduction=how.reduction, label_smoothing=how.label_smoothing
+            )
+            (loss / (len(parts) if how.reduction == "mean" else 1)).backward()
+        if how.clip_norm:
+            nn.utils.clip_grad_norm_(copy.parameters(), how.clip_norm)
         optimiser.step()
     pairs = zip(network.named_parameters(), copy.parameters(), strict=True)
+    return {name: (after - before).detach() for (name, before), after in pairs}
+
+
+def mean_gradient(network, images, labels, how, lr):
     length = lr * sum(how.step_weights(len(images)))
-    return {name: ((before - after) / length).detach() for (name, before), after in pairs}
+    return {name: change / -length for name, change in by_hand(network, images, labels, how, lr).items()}
+
+
+STEPS = {
+    "adam": {"optimiser": "adam", "weight_decay": 0.1, "betas": (0.8, 0.99)},
+    "adamw": {"optimiser": "adamw", "weight_decay": 0.1, "eps": 1e-3},
+    "clipped": {"clip_norm": 0.05, "momentum": 0.5},
+    "smoothed": {"label_smoothing": 0.2},
+    "summed": {"reduction": "sum", "momentum": 0.5, "clip_norm": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_kind_of_step_equals_that_of_torch(name):
+    how, network, (images, labels) = LocalSettings(epochs=2, batch_size=2, **STEPS[name]), small(), data()
+    found = Replay(network, 4, "unroll", how, 0.05, BATCHES)(images, labels, {})
+    for target in range(2):
+        own = slice(4 * target, 4 * target + 4)
+        for key, wanted in mean_gradient(network, images[own], labels[own], how, 0.05).items():
+            torch.testing.assert_close(found[key][target], wanted, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_clients_take_the_same_steps_as_torch(name):
+    """The whole way: a client of the federation trains, and torch.optim repeats it with the batches that it took."""
+    how, network, (images, labels) = LocalSettings(epochs=2, batch_size=2, **STEPS[name]), small(), data(targets=1)
+    threat = ThreatModel.of("local-steps", "num-examples")
+    seen = observe(
+        small(),
+        [Batch(images, labels, torch.zeros(4, dtype=torch.bool))],
+        threat=threat,
+        num_classes=3,
+        protocol=Protocol(how, 0.05),
+    )
+    steps = [step[0] for step in step_positions(4, how, SecretStream(0, "batches", 0, "round", 1))]
+    for key, wanted in by_hand(network, images, labels, how, 0.05, steps).items():
+        torch.testing.assert_close(seen.updates[key][0], wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("model", ["lenet-dlg", "batch-norm"])
+def test_accumulated_batches_are_averaged_each_with_its_own_statistics(model):
+    how = LocalSettings(epochs=1, batch_size=2, accumulate=2)
+    network = small() if model == "lenet-dlg" else normed()
+    images, labels = data(targets=1)
+    threat = ThreatModel.of("local-steps", "num-examples")
+    seen = observe(
+        deepcopy(network),
+        [Batch(images, labels, torch.zeros(4, dtype=torch.bool))],
+        threat=threat,
+        num_classes=3,
+        protocol=Protocol(how, 0.05),
+    )
+    assert seen.single_step
+    (step,) = step_positions(4, how, SecretStream(0, "batches", 0, "round", 1))
+    replay = replace(replay_of(seen, "unroll", torch.Generator()), batches=(torch.cat(step),))
+    found = replay(images, labels, {})
+    for key, wanted in seen.mean_gradients.items():
+        torch.testing.assert_close(found[key], wanted, rtol=1e-5, atol=1e-8)
+    network.train()
+    by_torch = by_hand(network, images, labels, how, 0.05, [torch.cat(step)])
+    for key, wanted in by_torch.items():
+        torch.testing.assert_close(seen.updates[key][0], wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_single_step_is_compared_as_it_was_made(name):
+    """The true images explain the update of a single step, for Adam as far as its precision shows the gradient."""
+    how = LocalSettings("fedsgd", batch_size=0, batch_norm="freeze", **STEPS[name] | {"momentum": 0.0})
+    network, (images, labels) = small(), data(targets=2)
+    change = [
+        by_hand(network, images[own], labels[own], how, 0.01, [torch.arange(4)]) for own in (slice(4), slice(4, 8))
+    ]
+    seen = received(
+        network, change, shape=(1, 8, 8), num_classes=3, lr=0.01, num_examples=4, known=Known(local_steps=how)
+    )
+    found = replay_of(seen, "unroll", torch.Generator())(images, labels, {})
+    for key, wanted in seen.mean_gradients.items():
+        torch.testing.assert_close(found[key], wanted, rtol=2e-3, atol=1e-7)
+
+
+def normed():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 3)
+    return nn.Sequential(*layers).double()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +149,7 @@ def test_unrolled_steps_equal_torch_sgd_on_every_target(how):
     found = Replay(network, 4, "unroll", how, 0.3, BATCHES)(images, labels, {})
     for target in range(2):
         own = slice(4 * target, 4 * target + 4)
-        for name, wanted in by_hand(network, images[own], labels[own], how, 0.3).items():
+        for name, wanted in mean_gradient(network, images[own], labels[own], how, 0.3).items():
             torch.testing.assert_close(found[name][target], wanted)
 
 

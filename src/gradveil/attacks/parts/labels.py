@@ -120,9 +120,24 @@ def known_or_recovered(seen: Observation) -> Tensor:
     if seen.knows(Knowledge.LABELS):
         return seen.labels
     weight, bias = last_layer(seen, seen.mean_gradients)
+    if seen.knows(Knowledge.LOCAL_STEPS) and seen.local_steps.label_smoothing:
+        bias = None if bias is None else unsmoothed(bias, likely_prediction(seen), seen.local_steps.label_smoothing)
     if seen.num_examples == 1:  # the bias gradient p - [y] is negative only at the label, for any features
         return (idlg(weight) if bias is None else bias.argmin(1))[:, None]
     return counted(weight, bias, seen.num_examples, likely_prediction(seen))
+
+
+def unsmoothed(bias: Tensor, prediction: Tensor, share: float) -> Tensor:
+    r"""Return the last bias gradient (T, classes) that unsmoothed labels would have given.
+
+    With a share s of each label spread over C classes it is :math:`\bar p - (1 - s) n / B - s / C`.
+
+    Args:
+        bias: the gradient seen.
+        prediction: the mean prediction, (T, classes) or (classes,).
+        share: s.
+    """
+    return (bias + share / bias.shape[1] - share * prediction) / (1 - share)
 
 
 def likely_prediction(seen: Observation, points: int = 2) -> Tensor:
