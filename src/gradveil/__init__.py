@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gradveil.federated.protocol import LocalSettings, Protocol
     from gradveil.models import create_model
     from gradveil.runs.api import attack, audit, score, train
+    from gradveil.runs.recorder import Recorder
     from gradveil.threat import Knowledge, Known, Observation, PublicKnowledge, Reconstruction, ThreatModel
     from gradveil.threat.observe import Federation, observe
     from gradveil.threat.received import received
@@ -36,6 +37,7 @@ _PLACES = {
     "Protocol": "federated.protocol",
     "PublicKnowledge": "threat",
     "Reconstruction": "threat",
+    "Recorder": "runs.recorder",
     "Server": "defences",
     "Simulation": "engines.simulation",
     "ThreatModel": "threat",
@@ -69,6 +71,7 @@ __all__ = [
     "Protocol",
     "PublicKnowledge",
     "Reconstruction",
+    "Recorder",
     "Server",
     "Simulation",
     "ThreatModel",

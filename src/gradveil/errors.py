@@ -15,6 +15,7 @@
         ├── DivergedError      the training produced NaN or infinity
         ├── MessageError       a message from another machine breaks its form, so it was not used
         ├── TripwireError      a client found a trap in the model, and sent nothing
+        ├── UnexplainedError   a recorded training loop did something that no specification can say
         └── WorkerError        a worker process, or a site's node, was lost
 
 Each message tells what was wrong, the rule and the value, and ends with the way out.
@@ -136,6 +137,10 @@ class MessageError(TrainingError):
 
 class TripwireError(TrainingError):
     """A client found a trap in the model that it received; nothing was sent."""
+
+
+class UnexplainedError(TrainingError):
+    """A recorded training loop did something that no specification can say."""
 
 
 class WorkerError(TrainingError):

@@ -1,0 +1,343 @@
+"""Record any torch training loop as files that ``gradveil attack`` takes: model before, update, specification."""
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import tomli_w
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from gradveil.errors import ConfigError, TrainingError, UnexplainedError
+from gradveil.federated.protocol import LocalSettings
+from gradveil.federated.steps import Stepper
+from gradveil.models import create_model
+from gradveil.models.base import parse_normalisation
+from gradveil.models.weights import misfits
+from gradveil.runs.explained import (
+    CLOSE,
+    RecordedBatch,
+    RecordedStep,
+    clipping,
+    loss_keys,
+    mode_keys,
+    optimiser_keys,
+    pixel_range,
+    rhythm,
+)
+from gradveil.runs.given import fresh_folder
+from gradveil.runs.loop_hooks import Loss, Losses, flat, key_of, reference_of
+from gradveil.runs.update_spec import make_spec
+from gradveil.storage import save_tensors, write_atomic
+
+
+class Recorder:
+    """Watch a training loop, and write what a curious server would get of it.
+
+    Example::
+
+        with gradveil.Recorder(model, optimizer, "runs/mine") as recorder:
+            for images, labels in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(images), labels).backward()
+                optimizer.step()
+        gradveil.attack(**recorder.files, attack="gs")
+
+    The loop may use SGD with momentum, Adam or AdamW, weight decay, gradient accumulation, clipping by norm, label
+    smoothing, losses that are summed or scaled, BatchNorm and Dropout in either mode, and several epochs. The first
+    step is computed again to make sure that the specification explains it. The block must hold the whole round of one
+    client, with a fresh optimiser.
+
+    Args:
+        model: the model that is trained; it maps images (N, C, H, W) to one output per class.
+        optimizer: torch.optim.SGD, Adam or AdamW, with all parameters of the model in one group.
+        out: folder for the files, new or empty; by default a new one below ``runs``.
+        factory: how to build the model again: a function, a class, a model of the zoo by name, or ``file.py:name``; by
+            default the model's class, called without arguments.
+        normalise: what was done to images in [0, 1] before the model saw them: ``none``, ``imagenet`` or mean/std as
+            ``0.5/0.5``; by default inferred from the darkest and the brightest input.
+        labels: whether the specification tells the labels to the attacker.
+        images: whether to keep the private images too, as ``truth.npz``, for scores.
+
+    Raises:
+        TrainingError: the loop did something that a specification can't say. Model and update are saved if there was
+            a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        out: str | Path | None = None,
+        *,
+        factory: Callable[..., nn.Module] | str | None = None,
+        normalise: str = "",
+        labels: bool = True,
+        images: bool = False,
+    ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"Recorder takes a torch.nn.Module and its optimiser, got {type(model).__name__} and "
+                f"{type(optimizer).__name__}."
+            )
+        self.model, self.optimizer = model, optimizer
+        self.out = Path(out).expanduser() if out is not None else fresh_folder("record")
+        self.note = ""
+        self._factory, self._normalise = factory or type(model), normalise
+        self._tell_labels, self._keep_images = labels, images
+        self._steps: list[RecordedStep] = []
+        self._waiting: list[RecordedBatch] = []
+        self._input: tuple[Tensor, dict[str, bool], Tensor] | None = None
+        self._left: dict[str, Tensor] = {}
+        self._depth = 0
+        self._spec: dict[str, Any] = {}
+        self._hooks = ExitStack()
+
+    @property
+    def model_file(self) -> Path:
+        """The model as it was before the first step."""
+        return self.out / "model.safetensors"
+
+    @property
+    def update(self) -> Path:
+        """The change of the parameters, and of BatchNorm's running statistics."""
+        return self.out / "update.safetensors"
+
+    @property
+    def spec(self) -> Path:
+        """What is known of the update, as a TOML file."""
+        return self.out / "spec.toml"
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """The arguments of ``gradveil.attack`` for what was recorded."""
+        truth = {"truth": self.out / "truth.npz"} if self._keep_images else {}
+        return {"model_file": self.model_file, "update": self.update, "spec": dict(self._spec), **truth}
+
+    def __enter__(self) -> Self:
+        self._check()
+        self._before = copy.deepcopy(self.model)
+        self._hooks = ExitStack()
+        self._hooks.callback(self.model.register_forward_pre_hook(self._saw).remove)
+        self._hooks.callback(self.optimizer.register_step_pre_hook(self._steps_now).remove)
+        self._hooks.callback(self.optimizer.register_step_post_hook(self._stepped).remove)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                keep = parameter.register_post_accumulate_grad_hook(self._keeping(name))  # type: ignore[no-untyped-call]
+                self._hooks.callback(keep.remove)
+        self._hooks.enter_context(Losses(self._lost))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._hooks.close()
+        if kind is None:
+            self._write()
+
+    def _check(self) -> None:
+        """Raise before the training if its steps could not be explained, or its files not be written."""
+        if len(self.optimizer.param_groups) != 1:
+            raise UnexplainedError(
+                f"The optimiser must have one group of parameters, got {len(self.optimizer.param_groups)}: attacks "
+                "replay one learning rate and one weight decay. Give it model.parameters()."
+            )
+        (group,) = self.optimizer.param_groups
+        optimiser_keys(type(self.optimizer).__name__, group)
+        trained = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
+        if trained != {id(parameter) for parameter in group["params"]}:
+            raise UnexplainedError(
+                "The optimiser must hold all parameters of the model that require a gradient and no others, got other "
+                "ones. Give it those, and set requires_grad_(False) on those that are not trained."
+            )
+        if any(self.optimizer.state.values()) and (group.get("momentum") or "betas" in group):
+            raise UnexplainedError(
+                "The optimiser must be fresh: attacks replay its state from zero, got one that has stepped before. "
+                "Make a new one for the recorded round."
+            )
+        if self.out.exists() and any(self.out.iterdir()):
+            raise ConfigError(f"{self.out} must be new or empty, got a folder with files. Choose another `out`.")
+
+    def _saw(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Note what the model is given, in which mode, and with which random numbers."""
+        images = inputs[0] if len(inputs) == 1 else None
+        if isinstance(images, Tensor) and images.dim() == 4:
+            modes = {name: layer.training for name, layer in model.named_modules()}
+            self._input = images.detach(), modes, torch.get_rng_state()
+        else:
+            self._input = None
+
+    def _lost(self, loss: Loss) -> None:
+        """Wait for the gradient of a loss's outputs: it shows how the loss was scaled, and that it was used."""
+        seen = self._input
+        if seen is None or not loss.outputs.requires_grad or len(loss.outputs) != len(seen[0]):
+            return
+        self._input = None  # one loss per forward pass; those that check it count no more
+        images, modes, random = seen
+        random_state = None if self._steps else random
+
+        def arrived(gradient: Tensor) -> None:
+            keys = tuple(map(key_of, images))
+            classes, scale = loss.outputs.shape[1], loss.scale(gradient)
+            batch = RecordedBatch(images, loss.labels, classes, loss.smoothing, scale, modes, random_state, keys)
+            self._waiting.append(batch)
+
+        loss.outputs.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _keeping(self, name: str) -> Callable[[Tensor], None]:
+        def keep(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._left[name] = parameter.grad.detach().clone()
+
+        return keep
+
+    def _steps_now(self, *_: object) -> None:
+        """Note the gradient with which the optimiser is about to step; a step may call that of its base class."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if not self._waiting:
+            raise UnexplainedError(
+                "Each step must follow torch's cross_entropy (or nll_loss) of the model's output for images "
+                "(N, C, H, W) with whole-number labels, got a step without. Other losses can't be replayed."
+            )
+        now = flat({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
+        left = flat(self._left)
+        if now.shape != left.shape:
+            raise UnexplainedError("Every step must have a gradient of all parameters, got some without.")
+        size, before = float(now.norm()), float(left.norm())
+        if float((now * left).sum()) < (1 - CLOSE) * size * before:
+            raise UnexplainedError(
+                "Gradients must reach the optimiser as backward left them, or clipped by norm, got others. "
+                "Remove what changes them (noise, clipping by value, masks), or use gradveil's own defence."
+            )
+        (group,) = self.optimizer.param_groups
+        facts = {key: value for key, value in group.items() if key != "params"}
+        self._steps.append(RecordedStep(self._waiting, facts, size, size / max(before, 1e-30)))
+        self._waiting = []
+        if len(self._steps) == 1:
+            self._explains_gradient(left)
+            self._first = flat(dict(self.model.named_parameters())), now
+
+    def _stepped(self, *_: object) -> None:
+        """Check that the first step is the one that the optimiser's settings give."""
+        self._depth -= 1
+        if self._depth or len(self._steps) > 1:
+            return
+        weights, gradient = self._first
+        keys = optimiser_keys(type(self.optimizer).__name__, self._steps[0].group)
+        lr = keys.pop("lr")
+        expected = weights.clone()
+        Stepper(LocalSettings(**keys | ({"betas": tuple(keys["betas"])} if "betas" in keys else {})), lr).step(
+            expected, gradient
+        )
+        there = flat(dict(self.model.named_parameters()))
+        if float((there - expected).norm()) > 10 * CLOSE * float((there - weights).norm()) + 1e-12:
+            raise UnexplainedError(
+                f"The step of {type(self.optimizer).__name__} must be that of torch.optim, got another one. Use "
+                "torch's own optimiser, and let nothing else change the weights."
+            )
+
+    def _explains_gradient(self, left: Tensor) -> None:
+        """Compute the first step's gradient again; raise UnexplainedError if the loss has other parts."""
+        network = copy.deepcopy(self._before)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            for batch in self._steps[0].batches:
+                for name, layer in network.named_modules():
+                    layer.training = batch.training[name]
+                if batch.random is not None:
+                    torch.set_rng_state(batch.random)
+                loss = F.cross_entropy(network(batch.images), batch.labels, label_smoothing=batch.smoothing)
+                (batch.scale * loss).backward()  # type: ignore[no-untyped-call]
+        found = flat({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
+        if found.shape != left.shape or float((found - left).norm()) > 10 * CLOSE * float(left.norm()):
+            raise UnexplainedError(
+                "The gradient must be that of the cross-entropy of the model's output, got another one. Take other "
+                "terms out of the loss (a penalty is weight_decay of the optimiser), and feed the model images alone."
+            )
+
+    def _write(self) -> None:
+        """Save model and update, then the specification that explains them."""
+        if not self._steps:
+            raise UnexplainedError(
+                "The optimiser must step at least once in the block, got no step: there is no update. Put the training "
+                "loop inside `with Recorder(...)`, and call optimizer.step()."
+            )
+        before, after = self._before.state_dict(), self.model.state_dict()
+        save_tensors(self.model_file, before)
+        change = {name: after[name] - old for name, old in before.items() if old.is_floating_point()}
+        save_tensors(self.update, change, mode=0o600)
+        try:
+            keys = self._keys()
+            self._spec = {key: value for key, value in keys.items() if value not in (None, "")}
+            make_spec(self._spec, "the recorded specification")
+        except (UnexplainedError, ConfigError) as error:
+            raise TrainingError(
+                f"{error} Model and update are saved in {self.out}; to attack them, write a specification yourself."
+            ) from error
+        head = "".join(f"# {line}\n" for line in ("Recorded by gradveil.Recorder.", self.note) if line)
+        write_atomic(self.spec, (head + tomli_w.dumps(self._spec)).encode(), mode=0o600)
+        if self._keep_images:
+            self._write_truth(str(self._spec["normalise"]))
+
+    def _keys(self) -> dict[str, Any]:
+        """Return the keys of the specification."""
+        steps = self._steps
+        groups = [{key: value for key, value in step.group.items() if key != "initial_lr"} for step in steps]
+        if any(group != groups[0] for group in groups):
+            raise UnexplainedError(
+                "The optimiser's settings must stay the same in all steps, got others (a scheduler?)."
+            )
+        keys = optimiser_keys(type(self.optimizer).__name__, groups[0]) | {"clip_norm": clipping(steps)}
+        keys |= loss_keys(steps, keys)
+        named = dict(self.model.named_modules())
+        norms = [name for name, layer in named.items() if isinstance(layer, _BatchNorm)]
+        dropouts = [name for name, layer in named.items() if isinstance(layer, _DropoutNd) and layer.p]
+        keys |= mode_keys(steps, norms, dropouts)
+        beats = rhythm([step.batches for step in steps])
+        first = steps[0].batches[0]
+        shape, classes = list(first.images.shape[1:]), first.num_classes
+        normalise = self._normalise
+        if not normalise:
+            normalise, self.note = pixel_range(steps)
+        spec = {"model": self._named(shape, classes), "shape": shape, "num_classes": classes, "kind": "change"}
+        spec |= keys | beats | {"normalise": normalise}
+        if self._tell_labels:
+            spec["labels"] = self._once("labels").tolist()
+        return spec
+
+    def _once(self, part: str) -> Tensor:
+        """Return the images or labels of the first epoch."""
+        beats = rhythm([step.batches for step in self._steps])
+        once = self._steps[: len(self._steps) // beats["epochs"]]
+        return torch.cat([getattr(batch, part).detach().cpu() for step in once for batch in step.batches])
+
+    def _write_truth(self, normalise: str) -> None:
+        images = self._once("images")
+        found = parse_normalisation(normalise, images.shape[1])
+        if found is not None:
+            mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (found.mean, found.std))
+            images = images * std + mean
+        path = self.out / "truth.npz"
+        write_atomic(path, b"", mode=0o600)
+        np.savez(path, images=images.clamp(0, 1).numpy()[None])
+
+    def _named(self, shape: list[int], classes: int) -> str:
+        """Return the text that builds the model again. Raise UnexplainedError if it builds another one."""
+        text = self._factory if isinstance(self._factory, str) else reference_of(self._factory)
+        try:
+            again = create_model(text, (shape[0], shape[1], shape[2]), classes, seed=0)
+            problems = misfits(again.state_dict(), self._before.state_dict())
+        except ConfigError as error:
+            problems = [str(error)]
+        if problems:
+            raise UnexplainedError(
+                f"The model must be built again by {text!r}, got: {problems[0]}. Pass a function without arguments "
+                "that returns such a model: Recorder(..., factory=...)."
+            )
+        return text
