@@ -100,7 +100,7 @@ def test_targets_without_a_class_have_no_guess_and_say_why():
 
 def test_chunks_give_an_image_for_every_class(monkeypatch):
     _, seen = look([1, 4])
-    monkeypatch.setattr("gradveil.attacks.representations._TOGETHER", 1)
+    monkeypatch.setattr("gradveil.attacks.parts.feature_inversion._TOGETHER", 1)
     found = run(Representations(iterations=3, keep=1), seen)
     assert found.images.isfinite().all()
     assert found.iterates.shape == (2, 1, 2, 1, 12, 12)

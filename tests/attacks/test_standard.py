@@ -73,6 +73,13 @@ def test_a_batch_behind_a_linear_layer_is_solved_exactly():
     assert apart.max() < 1e-2
 
 
+def test_components_are_compared_where_a_linear_layer_is_wider_than_the_batch():
+    seen, _ = watched("public-data", model="mlp:hidden=60,activation=tanh", images=3)
+    assert "cpa:iterations=4" in [way.spec for way in SMALL.ways(seen)]
+    for other in (watched("public-data", model="mlp:hidden=3,activation=tanh", images=3), watched("public-data")):
+        assert not any(way.spec.startswith("cpa") for way in SMALL.ways(other[0]))
+
+
 @pytest.mark.parametrize("favourite", ["lti", "ggl", "gs"])
 def test_the_way_that_is_best_on_public_images_is_played(monkeypatch, favourite):
     seen, _ = watched("public-data")

@@ -22,7 +22,7 @@ MEMBERSHIP = [name for name, cls in EVERY.items() if issubclass(cls, MembershipA
 EVERYTHING = ThreatModel(frozenset(Knowledge))
 
 
-MODELS = {"linear": "mlp:hidden=20", "spear": "mlp:hidden=20"}
+MODELS = {"linear": "mlp:hidden=20", "spear": "mlp:hidden=20", "cpa": "mlp:hidden=20"}
 """The network for attacks that cannot work on the default one."""
 
 

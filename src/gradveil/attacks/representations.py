@@ -1,6 +1,5 @@
 """Representation inference: recover the input of fully connected layers per class, and images that have it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,15 +7,9 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.objectives import Objective
-from gradveil.attacks.parts.optimisers import BatchedAdam, Closure, LearningRate
-from gradveil.attacks.parts.priors import total_variation
+from gradveil.attacks.parts.feature_inversion import FeatureSearch
 from gradveil.attacks.parts.representations import ROWS, class_representations, linear_chain
-from gradveil.attacks.parts.starts import begin
 from gradveil.errors import UnknownNameError
-from gradveil.networks.space import Space
-from gradveil.networks.watch import inputs_of
-from gradveil.progress import part, tell
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
 
@@ -82,13 +75,8 @@ class Representations(Attack):
         aims = wanted[targets, labels[targets, slots]]
         if not len(aims):
             return _nothing(seen, self.keep)
-        chunks, found = torch.split(aims, max(1, _TOGETHER // self.restarts)), []
-        for number, some in enumerate(chunks):
-            with part(number, len(chunks)):
-                found.append(self._invert(seen, layer, some, rng))
-        images, loss, close, iterates = (
-            torch.cat(each, -4 if each[0].dim() > 1 else 0) for each in zip(*found, strict=True)
-        )
+        search = FeatureSearch(self.iterations, self.lr, self.tv, self.restarts, self.keep)
+        images, loss, close, iterates = search(seen, layer, aims, rng)
 
         def placed(rows: Tensor) -> Tensor:  # (rows, ...) to (T, B, ...), NaN without a guess
             whole = rows.new_full((*labels.shape, *rows.shape[1:]), torch.nan)
@@ -103,47 +91,6 @@ class Representations(Attack):
             why=tuple("" if some else _NO_CLASS for some in (labels >= 0).any(1).tolist()),
             iterates=torch.stack([placed(each) for each in iterates]) if self.keep else images.new_empty(0),
         )
-
-    def _invert(
-        self, seen: Observation, layer: str, aims: Tensor, rng: torch.Generator
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return images (rows, C, H, W) in [0, 1] for representations, and their loss, convergence and iterates."""
-        space = Space(seen.network, seen.shape, aims)
-        every = aims.repeat_interleave(self.restarts, 0)
-        start = begin("normal", seen, None, len(every), 1, space, rng).to(aims)
-        best = start, torch.full((len(every),), torch.inf).to(aims)
-        shown = []
-        frames = {round(i * self.iterations / self.keep) for i in range(self.keep + 1)} if self.keep else set()
-        closure = _closure(seen, layer, every, space, self.tv)
-        for number, (flat, loss) in enumerate(self._descend(start, closure, space)):
-            better = loss < best[1]
-            best = torch.where(better[:, None], flat, best[0]), torch.where(better, loss, best[1])
-            tell(number / self.iterations)
-            if number in frames:
-                shown.append(best[0])
-        chosen = best[1].view(-1, self.restarts).argmin(1) + torch.arange(len(aims)).to(aims.device) * self.restarts
-
-        def pictures(flat: Tensor) -> Tensor:
-            return space.to_pixels(flat[chosen].view(-1, *seen.shape)).clamp(0, 1)
-
-        images = pictures(best[0])
-        iterates = torch.stack([pictures(each) for each in shown]) if shown else images.new_empty(0, *images.shape)
-        blank = closure(begin("grey", seen, None, len(every), 1, space, rng).to(aims))[0]
-        return images, best[1][chosen], (best[1] <= _CONVERGED * blank)[chosen], iterates
-
-    def _descend(self, start: Tensor, closure: Closure, space: Space) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all iterates with their losses, beginning with the start."""
-        optimiser = BatchedAdam(start, LearningRate(self.lr, self.iterations, "cosine"), project=space.box)
-        for _ in range(self.iterations):
-            before = optimiser.variables
-            yield before, optimiser.step(closure)
-        yield optimiser.variables, closure(optimiser.variables)[0]
-
-
-_TOGETHER = 64
-"""Searches evaluated at once; more do not fit a CPU's cache."""
-_CONVERGED = 0.02
-"""A search has converged at this share of a mid-grey image's loss, which is itself small for positive features."""
 
 
 def _nothing(seen: Observation, keep: int) -> Reconstruction:
@@ -178,18 +125,3 @@ def _chosen(wanted: Tensor, weight: Tensor, count: int) -> Tensor:
     labels = torch.where(found.gather(1, order), order, absent).sort(1).values
     labels = torch.where(labels == absent, -1, labels)
     return torch.nn.functional.pad(labels, (0, count - labels.shape[1]), value=-1)
-
-
-def _closure(seen: Observation, layer: str, aims: Tensor, space: Space, tv: float) -> Closure:
-    """Return the function for loss and gradient of flat guesses, one per representation."""
-    distance, wanted = Objective("cosine"), {"representation": aims}
-
-    def evaluate(flat: Tensor) -> tuple[Tensor, Tensor]:
-        leaf = flat.detach().requires_grad_()
-        images = leaf.view(-1, *seen.shape)
-        with inputs_of(seen.network, [layer]) as reached:
-            seen.network(space.to_pixels(images))
-        loss = distance({"representation": reached[layer]}, wanted) + tv * total_variation(images)
-        return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
-
-    return evaluate

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.analytic import first_linear, rows_of
-from gradveil.attacks.parts.exact_batches import Factors, ReluLayer, by_span, by_zeros, factors, misfit
+from gradveil.attacks.parts.analytic import exact_remark, first_linear, nothing, rows_of
+from gradveil.attacks.parts.exact_batches import ReluLayer, by_span, by_zeros, factors, misfit, spans
 from gradveil.attacks.parts.following import next_linear, relu_follows
 from gradveil.errors import ConfigError
 from gradveil.networks.space import Space
@@ -101,7 +101,7 @@ class Spear(Attack):
         if parts.rank == 0:
             return gradient.new_empty(0, gradient.shape[1] - 1), torch.empty(0, dtype=torch.bool)
         hidden = None if later is None else factors(later, parts.rank if count is None else count)
-        if hidden is not None and self.way != "zeros" and _spans(hidden, parts):
+        if hidden is not None and self.way != "zeros" and spans(hidden, parts):
             return by_span(parts, layer, hidden.basis, self.restarts, rng)
         return by_zeros(parts, layer, self.restarts, rng)
 
@@ -124,7 +124,7 @@ class Spear(Attack):
             images[target, : len(pixels)] = pixels
             if len(pixels):
                 loss[target] = misfit(gradients[target], layer, space.from_pixels(pixels).flatten(1))
-            why.append(_remark(count or len(inputs), len(inputs), int(sure.sum())))
+            why.append(exact_remark(count or len(inputs), len(inputs), int(sure.sum())))
         return Reconstruction(
             images=images.to(like),
             labels=torch.full(images.shape[:2], -1, device=like.device),
@@ -136,27 +136,3 @@ class Spear(Attack):
 
 _EXACT = 1e-3
 """Relative misfit of the gradient up to which a batch counts as recovered."""
-
-
-def _spans(hidden: Factors, parts: Factors) -> bool:
-    """Return whether the next layer's gradient tells representations apart: of full rank, and not the whole space."""
-    return hidden.rank >= parts.rank and 2 * parts.rank <= hidden.basis.shape[1]
-
-
-def nothing(seen: Observation, count: int, reason: str) -> Reconstruction:
-    """Return no guess for any target, for a reason that ``why`` states."""
-    like = next(iter(seen.updates.values()))
-    return Reconstruction(
-        images=like.new_full((seen.num_targets, count, *seen.shape), torch.nan),
-        labels=torch.full((seen.num_targets, count), -1, device=like.device),
-        loss=like.new_full((seen.num_targets,), torch.nan),
-        converged=torch.zeros(seen.num_targets, dtype=torch.bool, device=like.device),
-        why=(reason,) * seen.num_targets,
-    )
-
-
-def _remark(wanted: int, given: int, sure: int) -> str:
-    if sure == wanted:
-        return ""
-    drowned = f"; {wanted - given} of {wanted} images do not stand out from noise or rounding" if given < wanted else ""
-    return f"{sure} of {wanted} images surely exact{drowned}"

@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from gradveil.attacks.base import Attack, build_attack
+from gradveil.attacks.cpa import Cpa
 from gradveil.attacks.matching import Matching
 from gradveil.attacks.parts.analytic import first_linear
 from gradveil.attacks.parts.combined import ignorant, mean_psnr, mixed
@@ -83,16 +84,17 @@ class Standard(Attack):
 
     .. math:: a^* = \arg\max_{a} \frac{1}{N} \sum_{x \in public} \mathrm{PSNR}(a(D(\nabla L(x))), x)
 
-    Closed forms come first: targets that ``linear`` (single images) or ``spear`` (batches) rebuilds exactly are done.
-    For all others the attacker plays clients with a few public images under the same protocol and defence. Short
-    searches of their updates choose the settings of gradient matching. Then they are attacked in every way that fits
-    (gradient matching with these settings, learned inversion, principal components of public images; knowing the
-    defence or not), and the targets in the way that was best on them. Without public images it plays gradient matching
-    alone, and keeps what a search explained. In the spirit of AutoAttack there is nothing to tune; ``why`` says what
-    was chosen and why, and flags say when figures should not be trusted.
+    Closed forms come first: targets that ``linear`` (single images), ``cpa`` or ``spear`` (batches) rebuilds exactly
+    are done. For all others the attacker plays clients with a few public images under the same protocol and defence.
+    Short searches of their updates choose the settings of gradient matching. Then they are attacked in every way that
+    fits (gradient matching with these settings, learned inversion, principal components of public images, independent
+    components of a batch; knowing the defence or not), and the targets in the way that was best on them. Without public
+    images it plays gradient matching alone, and keeps what a search explained. In the spirit of AutoAttack there is
+    nothing to tune; ``why`` says what was chosen and why, and flags say when figures should not be trusted.
 
     Needs: the number of examples; for several local steps how clients train. Public images make it much stronger.
-    Fails: where all its parts do; in batches beyond a few images.
+    Fails: where all its parts do; in batches beyond a few images, unless a Linear layer wider than the batch is early
+    in the network.
     Reference: Croce and Hein 2020 (AutoAttack), https://arxiv.org/abs/2003.01690, for the idea of a parameter-free
     suite; the parts name their own.
     Differs from the paper: AutoAttack judges its parts on the targets by the truth; here the attacker does not know
@@ -145,15 +147,21 @@ class Standard(Attack):
     def _closed_form(self, seen: Observation, rng: torch.Generator) -> Reconstruction | None:
         """Return what the closed form gives that fits the network and the number of images, or None if none does."""
         if seen.num_examples > 1:
-            spear = Spear()
-            several = "" if seen.single_step else "several local steps"
-            unfit = several or spear.unfit(seen.network, seen.shape, seen.num_examples)
-            return None if unfit else Way("spear", knowing=False)(seen, rng)
+            return self._exact_batches(seen, rng)
         try:
             first_linear(seen.network, seen.shape)
         except ConfigError:
             return None
         return Way("linear", knowing=False)(seen, rng)
+
+    def _exact_batches(self, seen: Observation, rng: torch.Generator) -> Reconstruction | None:
+        """Return batches behind a ReLU by ``cpa``, which is fast, or ``spear``; None if the network does not fit."""
+        if not seen.single_step or Spear().unfit(seen.network, seen.shape, seen.num_examples):
+            return None
+        found = Way("cpa", knowing=False)(seen, rng)
+        if bool(found.converged.all()):
+            return found
+        return mixed(Way("spear", knowing=False)(seen, rng), found, found.converged)
 
     @property
     def work(self) -> Effort:
@@ -167,12 +175,15 @@ class Standard(Attack):
 
     def ways(self, seen: Observation, settings: str) -> list[Way]:
         """Return the ways to compare on public images; ``settings`` are those of gradient matching."""
-        search = self._search(settings)
-        ways = [Way(search, knowing=True)]
-        if not build_attack("lti").too_large(seen.num_examples, 1):
-            ways.append(Way(f"lti:samples={self.work.samples}", knowing=True))
-        ways.append(Way(f"ggl:optimiser=adam,iterations={max(1, self.work.iterations // 2)}", knowing=True))
-        return [*ways, Way(search, knowing=False)] if seen.knows(Knowledge.DEFENCE) else ways
+        search, size = self._search(settings), seen.num_examples
+        specs = [search]
+        if not build_attack("lti").too_large(size, 1):
+            specs.append(f"lti:samples={self.work.samples}")
+        specs.append(f"ggl:optimiser=adam,iterations={max(1, self.work.iterations // 2)}")
+        if seen.single_step and size > 1 and not Cpa().unfit(seen.network, seen.shape, size):
+            specs.append(f"cpa:iterations={self.work.iterations}")
+        plain = [Way(search, knowing=False)] if seen.knows(Knowledge.DEFENCE) else []
+        return [Way(spec, knowing=True) for spec in specs] + plain
 
     def _explained(self, seen: Observation, state: torch.Tensor) -> Reconstruction:
         """Return the search that knows the defence, or per target the plain one if only that explained the update."""

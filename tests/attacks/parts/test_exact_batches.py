@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gradveil.attacks.parts.exact_batches import ReluLayer, by_span, by_zeros, factors, misfit
+from gradveil.attacks.parts.exact_batches import ReluLayer, by_span, by_zeros, factors, misfit, unexplained
 
 
 def made(count=5, seed=0):
@@ -56,3 +56,13 @@ def test_the_misfit_worked_neuron_by_neuron():
         best = torch.linalg.lstsq(known[on].T, row[:, None]).solution if on.any() else torch.zeros(0, 1).double()
         left += float((row - (known[on].T @ best)[:, 0]).square().sum())
     assert misfit(gradient, layer, inputs[1:]) == pytest.approx((left / float(gradient.square().sum())) ** 0.5)
+
+
+def test_what_inputs_leave_unexplained_is_no_less_than_the_misfit():
+    layer, inputs, gradient, _ = made()
+    assert unexplained(gradient, layer, inputs) < 1e-7
+    for some in (inputs[1:], inputs + 0.1):
+        assert unexplained(gradient, layer, some) >= misfit(gradient, layer, some)
+        assert unexplained(gradient, None, some) <= unexplained(gradient, layer, some)
+    wanted = gradient - gradient @ torch.linalg.pinv(known := torch.cat([inputs[1:], torch.ones(4, 1)], 1)) @ known
+    assert unexplained(gradient, None, inputs[1:]) == pytest.approx(float(wanted.norm() / gradient.norm()))

@@ -312,3 +312,23 @@ def _remark(wanted: int, given: int, sure: int, mixed: str) -> str:
     if wanted == given == 1 or sure == wanted:
         return ""
     return f"{given} guesses for {wanted} images, {sure} surely single ones; the others may be {mixed}"
+
+
+def nothing(seen: Observation, count: int, reason: str) -> Reconstruction:
+    """Return no guess for any target, for a reason that ``why`` states."""
+    like = next(iter(seen.updates.values()))
+    return Reconstruction(
+        images=like.new_full((seen.num_targets, count, *seen.shape), torch.nan),
+        labels=torch.full((seen.num_targets, count), -1, device=like.device),
+        loss=like.new_full((seen.num_targets,), torch.nan),
+        converged=torch.zeros(seen.num_targets, dtype=torch.bool, device=like.device),
+        why=(reason,) * seen.num_targets,
+    )
+
+
+def exact_remark(wanted: int, given: int, sure: int) -> str:
+    """Return what to say of a batch of which ``given`` images were rebuilt, ``sure`` of them exactly; "" if all."""
+    if sure == wanted:
+        return ""
+    drowned = f"; {wanted - given} of {wanted} images do not stand out from noise or rounding" if given < wanted else ""
+    return f"{sure} of {wanted} images surely exact{drowned}"

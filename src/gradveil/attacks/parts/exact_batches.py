@@ -164,7 +164,7 @@ def by_zeros(parts: Factors, layer: ReluLayer, restarts: int, rng: torch.Generat
         done += len(starts)
         found = sparse_directions(parts.rows, normalize(starts, dim=1), parts.tolerance)
         known = different(torch.cat([known.vectors, found.vectors]), parts.rows, parts.tolerance)
-        chosen = independent(known.vectors * lengths) / lengths
+        chosen = known.vectors[independent(known.vectors * lengths)]
         inputs, sure = _from_directions(chosen, lengths, parts, layer)
         tell(done / restarts)
         if len(chosen) == parts.rank and bool(sure.all()):
@@ -173,12 +173,11 @@ def by_zeros(parts: Factors, layer: ReluLayer, restarts: int, rng: torch.Generat
 
 
 def independent(vectors: Tensor) -> Tensor:
-    """Return the first vectors (k, b) that are not in the span of those before them, at most b.
+    """Return the numbers of the first vectors (k, b) that are not in the span of those before them, at most b.
 
     Example:
         >>> independent(torch.tensor([[1.0, 0.0], [2.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
-        tensor([[1., 0.],
-                [1., 1.]])
+        tensor([0, 2])
     """
     frame, kept = vectors.new_empty(0, vectors.shape[1]), list[int]()
     for number, vector in enumerate(normalize(vectors, dim=1)):
@@ -186,7 +185,7 @@ def independent(vectors: Tensor) -> Tensor:
         if torch.linalg.vector_norm(rest) > _DEPENDENT:
             frame = torch.cat([frame, normalize(rest - (rest @ frame.T) @ frame, dim=0)[None]])
             kept.append(number)
-    return vectors[kept]
+    return torch.tensor(kept, dtype=torch.int64)
 
 
 def _from_directions(chosen: Tensor, lengths: Tensor, parts: Factors, layer: ReluLayer) -> tuple[Tensor, Tensor]:
@@ -217,3 +216,21 @@ def misfit(gradient: Tensor, layer: ReluLayer, inputs: Tensor) -> float:
     left = (seen - (masked @ weights)[..., 0]).square().sum()
     outside = (gradient.square().sum() - seen.square().sum()).clamp_min(0)
     return float(((left + outside) / gradient.square().sum()).sqrt())
+
+
+def unexplained(gradient: Tensor, layer: ReluLayer | None, inputs: Tensor) -> float:
+    """Return the relative distance of a gradient (m, D + 1) from one that inputs (k, D) cause.
+
+    Errors are those that fit best without ReLU, and then zero where ReLU, if a layer is given, turns a neuron off: an
+    upper bound of `misfit` that takes no longer than a product for large batches.
+    """
+    known = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], 1)  # (k, D + 1)
+    errors = torch.linalg.lstsq(known.T, gradient.T, driver="gelsd").solution.T  # (m, k)
+    if layer is not None:
+        errors = errors * layer.active(inputs)
+    return float(torch.linalg.norm(gradient - errors @ known) / torch.linalg.norm(gradient))
+
+
+def spans(hidden: Factors, parts: Factors) -> bool:
+    """Return whether the next layer's gradient tells representations apart: of full rank, and not the whole space."""
+    return hidden.rank >= parts.rank and 2 * parts.rank <= hidden.basis.shape[1]
