@@ -54,16 +54,16 @@ def leak(jacobian: Tensor, noise: Tensor, prior: Tensor, nuisance: Tensor | None
     own = _times(known[:, :size], spread)
     if nuisance is not None:
         own = torch.cat([own, known[:, size:] * nuisance.double().sqrt()], 1)
-    root = torch.linalg.qr(own, mode="r").R  # what is known about x and u, in units of the prior
-    whole = torch.linalg.qr(torch.cat([root, torch.eye(size + secrets, dtype=root.dtype)]), mode="r").R
-    inverse = torch.linalg.solve_triangular(whole, torch.eye(len(whole), dtype=whole.dtype), upper=True)
+    one = torch.eye(size + secrets, dtype=own.dtype)
+    whole = torch.linalg.qr(torch.cat([own, one]), mode="r").R  # all that is known, in units of the prior
+    inverse = torch.linalg.solve_triangular(whole, one, upper=True)
     left = inverse[:size] @ inverse[:size].T  # (D, D) covariance that is left, in units of the prior
     shares = torch.linalg.eigvalsh(left).clamp(torch.finfo(left.dtype).eps, 1.0)
     return Leak(
         mse=float(_times(inverse[:size].T, spread.t()).square().sum()) / size,
         seen=int((shares < 0.5).sum()),
         bits=float(-0.5 * shares.log2().sum()),
-        fisher_loss=float(torch.linalg.matrix_norm(known[:, :size], 2)),
+        fisher_loss=float(torch.linalg.eigvalsh(known[:, :size].T @ known[:, :size])[-1].clamp(min=0).sqrt()),
     )
 
 

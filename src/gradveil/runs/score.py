@@ -35,6 +35,12 @@ SCORED = (
 """The settings of an audit that a score has use for."""
 TARGETS = 4
 """Scored updates by default."""
+SLACK = 1.0
+"""By how much, in dB, attackers may pass ``psnr_cap`` who know about images what its priors say, and that neighbouring
+pixels are alike: the bound is of first order, and it is compared over few targets."""
+LEARNED_SLACK = 6.0
+"""The same for attackers with a prior that is not normal, such as a denoiser trained on public images. Digits are far
+from normal: most of their pixels are black or white."""
 
 
 def score_settings(values: Mapping[str, object]) -> AuditSettings:
@@ -90,7 +96,12 @@ def _private(settings: AuditSettings, dataset: Dataset) -> list[list[Batch]]:
     """Return the batches of the clients behind each update: one client, or all of them for a secure mean."""
     if settings.aggregation == "none":
         return [[batch] for batch in private_batches(settings, dataset)]
-    clients = settings.sampled or settings.clients
+    clients, there = settings.sampled or settings.clients, len(dataset.train)
+    if clients * settings.images > there:
+        raise ConfigError(
+            f"clients times images must be at most the {there:,} training images, got {clients * settings.images:,}. "
+            "Lower --clients or --images."
+        )
     return [private_batches(replace(settings, aggregation="none", targets=clients), dataset)]
 
 
