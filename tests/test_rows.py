@@ -1,6 +1,7 @@
 """The schema of rows: one place for every field, and an error for every other."""
 
 import json
+from dataclasses import fields
 
 import pytest
 
@@ -83,3 +84,26 @@ def test_reports_of_a_defence_are_a_mapping_of_numbers():
     assert column.text({"reports": {"A": 0.5, "rate": 1, "odd": None}}) == "A 0.5, rate 1, odd –"
     (line,) = utility([utility_row(reports={"A": 0.5, "B": None}), utility_row(seed=1, reports={"A": 1.0, "B": None})])
     assert line["reports"] == {"A": 0.75, "B": None}
+
+
+ODD = [None, 0, -1, 1e308, "x", [], ["x"], [["x"]], {}, {"a": 1}, True, "of n", "999999999", "x%"]
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Column)])
+def test_a_damaged_column_of_a_metric_is_refused_or_can_be_shown(field):
+    (plain,) = to_plain([schema_of().metrics[0]])
+    for odd in ODD:
+        try:
+            (column,) = from_plain([plain | {field: odd}])
+        except (TypeError, ValueError):
+            continue
+        assert column.text({column.key: 0.5}) in ("0.5", "0.50000")
+        assert all(isinstance(text, str) for text in (column.key, column.head, column.help))
+
+
+def test_a_list_of_metrics_has_a_largest_length():
+    (plain,) = to_plain([schema_of().metrics[0]])
+    with pytest.raises(ValueError, match="at most 100"):
+        from_plain([plain] * 101)
+    with pytest.raises(ValueError, match="a list"):
+        from_plain({"a": plain})

@@ -2,7 +2,8 @@
 
 The rule for packed files (gzip, zip, MATLAB, pictures): the size that the header states is checked before anything is
 unpacked. Up to `SMALL` is always allowed, and beyond that at most `RATIO` times the size of the packed file. A file
-that is not packed is never refused for its size, since it can't ask for more memory than it has bytes.
+of plain numbers is never refused for its size, since it can't ask for more memory than it has bytes. Text can: a value
+of two characters may take a hundred bytes in Python. So texts have limits on their bytes, lines and values.
 """
 
 import json
@@ -20,8 +21,12 @@ SMALL = 1 << 28
 """Bytes (256 MiB) that a packed file may always unpack to."""
 RATIO = 100
 """Beyond `SMALL`, how many times its own size a packed file may unpack to; images rarely pack by more than 20."""
-LONGEST_TEXT = 1 << 28
-"""Bytes of a text file (rows, plans) at most."""
+LONGEST_TEXT = 1 << 26
+"""Bytes (64 MiB) of a text file (rows, plans) at most."""
+MOST_LINES = 200_000
+"""Lines of a file of rows at most; a row takes some kilobytes, however short its line is."""
+MOST_VALUES = 5_000_000
+"""Values of a JSON text, or of all lines of a file of rows, at most; each takes up to 120 bytes."""
 LONGEST_SETTINGS = 1 << 18
 """Bytes (256 KiB) of a file of settings at most."""
 DEEPEST_KEY = 16
@@ -55,22 +60,52 @@ def check_unpacked(path: Path, asked: int, packed: int, way_out: str) -> None:
         )
 
 
-def read_bytes(path: Path, most: int | None = None) -> bytes:
-    """Return the content of a regular file; raise OSError for a device, a pipe or a file larger than ``most``."""
+def check_regular(path: Path, most: int | None = None) -> None:
+    """Raise OSError for a device or a pipe, which may never end, for a folder, or a file larger than ``most``."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path} is a directory" if stat.S_ISDIR(status.st_mode) else f"{path} is no regular file")
     if most is not None and status.st_size > most:
         raise OSError(f"{path} has {status.st_size:,} bytes, of at most {most:,}")
+
+
+def read_bytes(path: Path, most: int | None = None) -> bytes:
+    """Return the content of a regular file; raise OSError for anything else, or a file larger than ``most``."""
+    check_regular(path, most)
     return path.read_bytes()
 
 
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file of rows. Raise OSError if it can't be read, or has too many lines or values."""
+    content = read_bytes(path, LONGEST_TEXT)
+    lines, values = sum(map(content.count, (b"\n", b"\r"))), _num_values(content)
+    if lines > MOST_LINES or values > MOST_VALUES:
+        raise OSError(
+            f"{path} has {lines:,} lines and {values:,} values, of at most {MOST_LINES:,} and {MOST_VALUES:,}"
+        )
+    return content.splitlines()
+
+
+def read_json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
+    """Return the JSON value of a file. Raise OSError or ValueError if there is none, or if it is too large."""
+    return parse_json(read_bytes(path, LONGEST_TEXT))
+
+
 def parse_json(content: bytes | str) -> Any:  # noqa: ANN401 - whatever the text holds
-    """Return a JSON value. Raise ValueError if the text is no JSON or is nested too deeply."""
+    """Return a JSON value. Raise ValueError if the text is no JSON, has too many values or is nested too deeply."""
+    if (values := _num_values(content)) > MOST_VALUES:
+        raise ValueError(f"it has {values:,} values, of at most {MOST_VALUES:,}")
     try:
         return json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def _num_values(content: bytes | str) -> int:
+    """Return at least half of the number of values that a JSON text can have: what separates or opens them."""
+    if isinstance(content, bytes):
+        return sum(map(content.count, (b",", b"[", b"{")))
+    return sum(map(content.count, (",", "[", "{")))
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:

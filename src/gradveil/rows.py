@@ -7,6 +7,7 @@ pages and ``--json`` follow. The columns of metrics come from the metrics themse
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -229,11 +230,24 @@ def to_plain(columns: Iterable[Column]) -> list[dict[str, Any]]:
 
 
 def from_plain(values: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Return the columns that `to_plain` wrote. Raise TypeError or ValueError if the values do not describe columns."""
-    columns = tuple(Column(**{**value, "tables": tuple(value["tables"])}) for value in values)
-    if not all(column.type == "number" and isinstance(column.key, str) for column in columns):
-        raise ValueError("A metric's column must hold numbers.")
-    return columns
+    """Return the columns of metrics that `to_plain` wrote. Raise TypeError or ValueError if it wrote no such values.
+
+    The file may be damaged: every field has its type, and a format that no metric has becomes ``g``.
+    """
+    if not isinstance(values, list) or len(values) > _MOST_METRICS:
+        raise ValueError(f"Columns of metrics must be a list of at most {_MOST_METRICS}.")
+    return tuple(_metric(Column(**{**value, "tables": tuple(value["tables"])})) for value in values)
+
+
+def _metric(column: Column) -> Column:
+    """Return a metric's column with a usual format. Raise ValueError if another field is none of a metric."""
+    texts = (column.key, column.head, column.help, column.format, *column.tables)
+    flags = (column.mean, column.shown, column.later, column.leakier is None or column.leakier)
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(flag, bool) for flag in flags):
+        raise ValueError("A metric's column must have texts and flags.")
+    if column.type != "number" or not column.mean or column.tables not in _METRIC_TABLES:
+        raise ValueError("A metric's column must hold numbers of rows, of which the summary has the mean.")
+    return column if re.fullmatch(r"[0-9]|g|\+?%|×", column.format) else replace(column, format="g")
 
 
 def _text(value: object) -> str:
@@ -287,6 +301,8 @@ _DERIVED = {
 """Columns that are computed from a metric, beside its own and that of its blind guess."""
 
 _PRIVACY, _MEMBERS = ("privacy", "summary"), ("membership", "members")
+_METRIC_TABLES = (("privacy", "attack"), ("privacy", "attack", "summary"))
+_MOST_METRICS = 100
 _COSTS = ("utility", "costs", "price")
 
 COLUMNS = (

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradveil.errors import DataError
+from gradveil.limits import check_regular, parse_json
 
 FORMAT, DIGEST = "gradveil-format", "blake2b"
 VERSION = "1"
-LONGEST_HEADER = 100_000_000
-"""Bytes of a header at most, as in the safetensors library."""
+LONGEST_HEADER = 1 << 25
+"""Bytes (32 MiB) of a header at most: more than 200,000 tensors need."""
 _CHUNK = 1 << 20
 
 
@@ -37,6 +38,7 @@ def check_seal(path: Path) -> None:
 
     OSError and ValueError are raised if the file can't be read or has no header.
     """
+    check_regular(path)
     with path.open("rb") as file:
         raw, header = _read_header(file)
         facts = header.get("__metadata__", {}) if isinstance(header, dict) else {}
@@ -74,6 +76,6 @@ def _read_header(file: IO[bytes]) -> tuple[bytes, Any]:
     length = file.read(8)
     size = int.from_bytes(length, "little")
     if len(length) < 8 or size > LONGEST_HEADER:
-        raise ValueError("it has no header")
+        raise ValueError("it has no header, or one that is too long")
     text = file.read(size)
-    return length + text, json.loads(text)
+    return length + text, parse_json(text)

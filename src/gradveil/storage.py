@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gradveil.errors import DataError, RunFolderError
+from gradveil.limits import check_regular
 from gradveil.seal import check_seal, header_bytes, sealed, without_seal
 
 
@@ -25,7 +26,8 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         make_folder(path.parent)
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        part.unlink(missing_ok=True)  # a file, or a link, that others may have put there would keep its mode
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
@@ -77,8 +79,10 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata that was saved with the tensors, without the digest."""
-    with _whole(path), safe_open(path, framework="pt") as file:
-        return without_seal(file.metadata() or {})
+    with _whole(path):
+        check_regular(path)
+        with safe_open(path, framework="pt") as file:
+            return without_seal(file.metadata() or {})
 
 
 @contextmanager

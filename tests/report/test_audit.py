@@ -15,11 +15,13 @@ import torch
 from PIL import Image
 
 from gradveil.errors import RunFolderError
+from gradveil.metrics import schema_of
 from gradveil.report import audit, sheets
 from gradveil.report.audit import command_of, headline, write_report
 from gradveil.report.audit_folder import clean, read_audit
 from gradveil.report.figures import draw_figures
 from gradveil.report.sheets import png, read_gallery
+from gradveil.rows import to_plain
 from gradveil.storage import load_tensors, save_tensors
 
 from .folders import STEPS, Made, privacy_row, utility_row
@@ -326,3 +328,21 @@ def test_figures_that_are_not_numbers_count_as_missing():
     row = clean({"defence": "a", "psnr": float("inf"), "ssim": "0.5", "mse": True, "lpips": 10**400, "seed": "x"})
     assert [row[key] for key in ("psnr", "ssim", "mse", "lpips")] == [None] * 4
     assert row["seed"] == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"head": 0}, {"help": ["x"]}, {"format": None}, {"tables": []}, {"tables": "x"}, {"mean": False}, {"type": "text"},
+        {"key": "defence"}, {"key": "renamed"}, {"leakier": "no"}, {"shown": {}}, {"later": 1},
+    ],
+)  # fmt: skip
+def test_damaged_metrics_of_a_plan_are_a_note(tmp_path, damage):
+    folder = Made(targets=1, iterates=False).write(tmp_path / "run")
+    plan = json.loads((folder / "plan.json").read_text())
+    metrics = to_plain(schema_of().metrics)
+    (folder / "plan.json").write_text(json.dumps(plan | {"metrics": metrics}))
+    assert "plan.json is" not in read(folder)[2]
+    metrics[0] |= damage
+    (folder / "plan.json").write_text(json.dumps(plan | {"metrics": metrics}))
+    assert "plan.json is broken" in read(folder)[2]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from gradveil.cli.display import say, show
-from gradveil.engines.run_folder import RunFolder
+from gradveil.engines.run_folder import RunFolder, _read_rows
 from gradveil.errors import printable
 from gradveil.report.files import to_csv
 from gradveil.storage import PrivateFolder, write_atomic
@@ -83,3 +83,24 @@ def test_nobody_else_can_write_to_any_folder_of_a_run(tmp_path):
         found = modes(tmp_path)
     assert not {path: oct(mode) for path, mode in found.items() if mode & 0o022}
     assert {mode for path, mode in found.items() if "private" in path.parts} == {0o700, 0o600}
+
+
+def test_a_file_that_others_left_does_not_get_what_is_private(tmp_path):
+    """Whoever can write to a folder could put an open file, or a link, at the place of the temporary one."""
+    known = tmp_path / "known"
+    known.write_bytes(b"old")
+    for make in (lambda part: part.symlink_to(known), lambda part: part.write_bytes(b"open to all")):
+        make(tmp_path / f".key.{os.getpid()}.part")
+        write_atomic(tmp_path / "key", b"secret", mode=0o600)
+        assert (tmp_path / "key").read_bytes() == b"secret"
+        assert stat.S_IMODE((tmp_path / "key").lstat().st_mode) == 0o600
+        assert known.read_bytes() == b"old"
+
+
+def test_the_name_of_a_damaged_folder_can_not_steer_the_terminal(tmp_path):
+    path = tmp_path / f"run{ESCAPES}" / "rows.jsonl"
+    path.parent.mkdir()
+    path.write_text("{")
+    with pytest.warns(UserWarning, match=r"run\\x1b\]0;title") as said:
+        _read_rows(path, 1, "")
+    assert not set(ESCAPES) & set(str(said[0].message)) & {"\x1b", "\x07", "\x9b", "\u202e"}

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import pickle
 import random
 import struct
@@ -23,9 +24,10 @@ from gradveil.data.matlab import read_matlab
 from gradveil.data.own import read_npz
 from gradveil.data.pictures import read_pictures
 from gradveil.errors import ConfigError, DataError
-from gradveil.limits import LONGEST_SETTINGS, parse_toml
+from gradveil.limits import LONGEST_SETTINGS, LONGEST_TEXT, MOST_VALUES, parse_json, parse_toml, read_lines
 from gradveil.runs.attack import read_update
 from gradveil.runs.update_spec import read_spec
+from gradveil.storage import load_tensors, read_metadata
 
 MOST = 400 << 20
 """Bytes that a reader may take for a file of a few bytes."""
@@ -319,3 +321,51 @@ def test_numbers_of_a_specification_are_bounded(tmp_path, line):
     (tmp_path / "s.toml").write_text("\n".join(f"{k} = {v}" for k, v in (facts | {key: value}).items()))
     with pytest.raises(ConfigError, match=f"{key} must be"):
         read_spec(tmp_path / "s.toml")
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b'{"":0},', b'"ab",'])
+def test_a_long_header_of_tensors_takes_little_memory(tmp_path, peak, piece):
+    header = b'{"a":[' + piece * ((30 << 20) // len(piece)) + b"0]}"
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "must be a whole safetensors file" in peak(load_tensors, tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize("piece", [b"\n", b"\r", b'{"round":1}\n', b"[],", b"[0]\n"])
+def test_a_long_file_of_rows_takes_little_memory(tmp_path, piece):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(piece * ((LONGEST_TEXT - 9) // len(piece)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(OSError, match=r"lines and .* values, of at most"):
+            read_lines(path)
+        assert tracemalloc.get_traced_memory()[1] < 2 * LONGEST_TEXT
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_json_text_has_a_largest_number_of_values():
+    fine = "[" + "0," * (MOST_VALUES - 2) + "0]"
+    assert len(parse_json(fine)) == MOST_VALUES - 1
+    for text in (fine.replace("[", "[0,0,"), fine.replace("[", "[0,0,").encode()):
+        with pytest.raises(ValueError, match=f"of at most {MOST_VALUES:,}"):
+            parse_json(text)
+
+
+@pytest.mark.parametrize("read", [load_tensors, read_metadata])
+def test_a_pipe_or_a_device_in_place_of_tensors_is_refused_at_once(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "endless.safetensors").symlink_to("/dev/zero")
+    for name in ("pipe", "endless"):
+        with pytest.raises(DataError, match="no regular file"):
+            read(tmp_path / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize("name", ["plan.json", "settings.toml"])
+def test_an_endless_file_in_a_strangers_audit_is_refused_at_once(tmp_path, gradveil, name):
+    (tmp_path / "settings.toml").write_text('kind = "audit"\nrounds = 0\n')
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero")
+    ended = gradveil("audit", "--out", tmp_path, "--resume", "--workers", 0)
+    assert ended.code == 2
+    assert name in ended.last
+    assert "no regular file" in ended.last

@@ -4,10 +4,10 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 
 from gradveil.engines.site import open_site
-from tests.security.sites import RUN, OneSite, code, private_set
+from tests.security.sites import CLASSES, RUN, SIDE, OneSite, code, private_set, shared, start
 
 DATA = private_set(images=40)
 
@@ -47,3 +47,23 @@ def test_a_fraction_marks_the_same_secret_images_in_every_run(tmp_path):
 
 def test_positions_are_those_of_the_sites_own_images(tmp_path):
     assert [marked(tmp_path, seed, "0/7") for seed in range(3)] == [[0, 7]] * 3
+
+
+@pytest.mark.parametrize(
+    ("model", "classes"), [("mlp", 1_000_000), ("mlp:hidden=100000000", CLASSES), ("vgg16", 10**6)]
+)
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_message_that_describes_a_huge_model_reserves_nothing(tmp_path, monkeypatch, kind, model, classes):
+    def unbuilt(*values):
+        raise AssertionError("the model was built")
+
+    monkeypatch.setattr("gradveil.engines.site.make_network", unbuilt)
+    site = OneSite(tmp_path, replace(RUN, model=model))
+    content = shared(1, start(), 0)
+    content["network"] = ConfigRecord({"shape": [1, SIDE, SIDE], "num-classes": classes})
+    more = {"public": ArrayRecord({}), "step": ConfigRecord({"lr": RUN.lr})}
+    assert code(site.ask(kind, **content, **more)) == "message"
+
+
+def test_a_run_with_a_huge_number_of_clients_is_refused(tmp_path):
+    assert code(OneSite(tmp_path, replace(RUN, clients=10**8)).ask("query")) == "config"

@@ -26,7 +26,7 @@ from gradveil.data import Dataset, load_dataset
 from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
 from gradveil.engines.simulation import num_workers, usable_device
 from gradveil.errors import DataError, RunFolderError
-from gradveil.limits import parse_json
+from gradveil.limits import read_json
 from gradveil.metrics import schema_of
 from gradveil.registry import own_files
 from gradveil.report.words import command_of
@@ -229,7 +229,7 @@ def _check_same(path: Path, settings: AuditSettings, identity: Mapping[str, str]
             "Leave those options out, or choose another --out."
         )
     try:
-        before = parse_json((path / "plan.json").read_bytes())["identity"]
+        before = read_json(path / "plan.json")["identity"]
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -247,7 +247,7 @@ def _finished(folder: Path, cell: Cell, settings: AuditSettings) -> Rows:
     Rows of earlier versions may lack fields that were added later.
     """
     try:
-        rows = parse_json((folder / f"{cell.name}.json").read_bytes())
+        rows = read_json(folder / f"{cell.name}.json")
     except (OSError, ValueError):
         return []
     whole = isinstance(rows, list) and len(rows) == num_rows(cell, settings) and all(isinstance(r, dict) for r in rows)

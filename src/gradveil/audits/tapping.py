@@ -23,7 +23,7 @@ from gradveil.engines.simulation import deal
 from gradveil.errors import ConfigError, TrainingError
 from gradveil.federated.protocol import Protocol
 from gradveil.federated.server import sample_clients
-from gradveil.limits import parse_json
+from gradveil.limits import read_json
 from gradveil.storage import write_atomic
 from gradveil.threat.seen import SUM, joined
 from gradveil.threat.tap import Tap, TappedRound, load_tapped
@@ -174,7 +174,7 @@ def load_tap(folder: Path, number: int, cells: Path) -> TappedRound:
     if path.is_file():
         return load_tapped(path)
     try:
-        rows = parse_json((cells / f"{folder.name}.json").read_bytes())
+        rows = read_json(cells / f"{folder.name}.json")
         why = str(rows[0]["why"])
     except (OSError, ValueError, LookupError, TypeError):
         why = "its tap is missing"
@@ -195,5 +195,5 @@ def _path(folder: Path, number: int) -> Path:
 
 def digests_of(folder: Path) -> Mapping[str, Mapping[str, str]]:
     """Return the digests of a training's updates, by round and client, as texts."""
-    found: Mapping[str, Mapping[str, str]] = parse_json((folder / "updates.json").read_bytes())
+    found: Mapping[str, Mapping[str, str]] = read_json(folder / "updates.json")
     return found

@@ -12,6 +12,7 @@ from gradveil.data.download import RemoteFile, ensure
 from gradveil.data.own import every_fifth
 from gradveil.data.pictures import list_pictures, read_pictures
 from gradveil.errors import DataError
+from gradveil.limits import LONGEST_TEXT, read_bytes
 from gradveil.validate import in_range
 
 _FOLDER = "celeba/img_align_celeba"
@@ -99,7 +100,7 @@ class CelebA(NamedSet):
 def _read_males(table: Path) -> dict[str, int]:
     """Return 0 or 1 by file name; the list has a count, a line of attribute names, then names, each with 1 or -1s."""
     try:
-        _, header, *lines = table.read_text(encoding="utf-8").splitlines()
+        _, header, *lines = read_bytes(table, LONGEST_TEXT).decode("utf-8").splitlines()
         column = header.split().index("Male") + 1
         values = {"-1": 0, "1": 1}
         return {fields[0]: values[fields[column]] for fields in map(str.split, lines) if fields}
@@ -114,7 +115,9 @@ def _partition(paths: list[Path], table: Path) -> np.ndarray:
     """Return 0 (training), 1 (validation) or 2 (test) per picture, by the authors' list or the picture's number."""
     try:
         if table.exists():
-            listed = dict(line.split() for line in table.read_text(encoding="utf-8").splitlines() if line.strip())
+            listed = dict(
+                line.split() for line in read_bytes(table, LONGEST_TEXT).decode("utf-8").splitlines() if line.strip()
+            )
             return np.array([int(listed[path.name]) for path in paths])
         numbers = np.array([int(path.stem) for path in paths])
     except (OSError, ValueError, KeyError) as error:

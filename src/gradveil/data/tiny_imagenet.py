@@ -11,6 +11,7 @@ from gradveil.data.datasets import Dataset, NamedSet, Split
 from gradveil.data.download import RemoteFile, ensure, missing
 from gradveil.data.pictures import list_pictures, read_pictures
 from gradveil.errors import DataError
+from gradveil.limits import LONGEST_TEXT, read_bytes
 
 _FOLDER = "tiny-imagenet-200"
 
@@ -95,7 +96,7 @@ def _val_pictures(folder: Path, classes: dict[str, int]) -> list[tuple[Path, int
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path, LONGEST_TEXT).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} must be a readable text file, but {error}. Delete the folder to have it fetched again."

@@ -65,6 +65,13 @@ def read_arrays(content: RecordDict, name: str, like: Tensors | None, most_entri
     return found
 
 
+def num_bytes(content: RecordDict, name: str) -> int:
+    """Return the number of bytes of a message's record of tensors; 0 if there is none of this name."""
+    if name not in content.array_records:
+        return 0
+    return sum(len(array.data) for array in content.array_records[name].values())
+
+
 def _header(array: Array) -> tuple[tuple[int, ...], np.dtype[Any], int, str]:
     """Return shape, type, first byte and order of an array. Raise MessageError unless exactly its bytes follow."""
     stream = BytesIO(array.data)

@@ -16,8 +16,8 @@ from torch import Tensor
 from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml, values_to_toml
 from gradveil.data import Dataset
 from gradveil.data.federated import FederatedData
-from gradveil.errors import ConfigError, DataError, RunFolderError
-from gradveil.limits import LONGEST_TEXT, parse_json, read_bytes
+from gradveil.errors import ConfigError, DataError, RunFolderError, printable
+from gradveil.limits import parse_json, read_lines
 from gradveil.rows import COLUMNS, Schema
 from gradveil.storage import load_tensors, make_folder, read_metadata, save_tensors, write_atomic
 from gradveil.validate import is_file
@@ -211,7 +211,7 @@ def _read_rows(path: Path, last: int, newest: str) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     try:
-        lines = read_bytes(path, LONGEST_TEXT).splitlines() if path.exists() else []
+        lines = read_lines(path) if path.exists() else []
     except OSError as error:
         raise DataError(f"{path} must be a file of rows, got: {error}.") from error
     for line in lines:
@@ -224,7 +224,7 @@ def _read_rows(path: Path, last: int, newest: str) -> list[dict[str, Any]]:
     lost = sorted({*range(1, last + 1)} - {row["round"] for row in rows})
     if lost:
         warnings.warn(
-            f"{path} was damaged, and was repaired: its whole rows are kept, and the figures of "
+            f"{printable(str(path))} was damaged, and was repaired: its whole rows are kept, and the figures of "
             f"round{'s' * (len(lost) > 1)} {', '.join(map(str, lost[:9]))}{', ...' * (len(lost) > 9)} are lost. "
             "The checkpoint is whole, and the run continues from it.",
             stacklevel=2,

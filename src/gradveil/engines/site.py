@@ -17,7 +17,7 @@ from gradveil.data.federated import FederatedData, federate
 from gradveil.data.sensitive import mark_sensitive
 from gradveil.defences import Defence, build_defence
 from gradveil.engines.devices import Devices, make_network
-from gradveil.engines.messages import listed, read_config, whole
+from gradveil.engines.messages import listed, num_bytes, read_config, whole
 from gradveil.engines.run_folder import fingerprint, settings_hash
 from gradveil.engines.simulation import check_choices, deal, refuse_unmarked
 from gradveil.engines.site_codes import refused
@@ -25,6 +25,7 @@ from gradveil.engines.site_ledger import LedgerFile, open_ledger
 from gradveil.engines.site_policy import SitePolicy, agree, read_policy
 from gradveil.errors import ConfigError, MessageError
 from gradveil.models import Normalisation
+from gradveil.models.base import has_room
 from gradveil.storage import PrivateFolder, write_atomic
 
 from flwr.app import Context, RecordDict  # isort: skip - messages says if it is missing
@@ -68,6 +69,8 @@ class Site:
                 f"A site's images must have the run's shape {shape} and labels below {num_classes}, got "
                 f"{self.data.shape} and labels up to {largest}.",
             )
+        if not has_room(self.settings.model, self.data.shape, num_classes, num_bytes(content, "model")):
+            raise MessageError("A message must hold the model that it describes, got a description of a larger one.")
         normalisation = _normalisation(asked) if "mean" in asked else None
         network = partial(make_network, self.settings, shape, num_classes, normalisation)
         return Devices(self.settings, self.data, self.defence, network, self.folder, self.seed)

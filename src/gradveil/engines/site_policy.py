@@ -17,6 +17,8 @@ from gradveil.own import own_files
 from gradveil.registry import convert
 from gradveil.validate import in_range, one_of
 
+MOST_CLIENTS = 10_000_000
+"""Clients of a run at most: a site keeps a number for each of them."""
 ANY = "any"
 """The text with which a site agrees to every defence, or every model, of the package."""
 _STRICTNESS = ("off", "warn", "refuse")
@@ -166,6 +168,7 @@ def _is_known_set(policy: SitePolicy, text: str) -> bool:
 def _agree_on_limits(policy: SitePolicy, settings: TrainSettings) -> None:
     batch, momentum, decay = settings.batch_size, settings.momentum, settings.lr * settings.weight_decay
     for code, fine, got in (
+        ("config", settings.clients <= MOST_CLIENTS, f"{settings.clients:,} clients above {MOST_CLIENTS:,}"),
         ("rate", settings.lr <= policy.max_rate, f"lr = {settings.lr:g} above max-rate {policy.max_rate:g}"),
         ("step", momentum <= policy.max_momentum, f"momentum {momentum:g} above max-momentum {policy.max_momentum:g}"),
         ("step", decay <= 1, f"lr * weight-decay = {decay:g} above 1"),

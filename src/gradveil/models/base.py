@@ -30,6 +30,10 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 INITIALISATIONS = ("default", "uniform")
 
 
+SMALL_MODEL = 10_000_000
+"""Numbers of a model that may always be built."""
+
+
 @dataclass(frozen=True)
 class Normalisation:
     """Per-channel (x - mean) / std, applied by the model itself, so that images are in [0, 1] everywhere else.
@@ -174,6 +178,23 @@ def create_model(
     if normalisation is not None:
         network.register_forward_pre_hook(_NormaliseInput(normalisation))
     return network
+
+
+def has_room(spec: str, shape: tuple[int, int, int], num_classes: int, given: int) -> bool:
+    """Return whether a model may be built for weights of ``given`` bytes, as found out without taking its memory.
+
+    A small model always may, and so may one of the user's own. A larger one must have no more numbers than bytes are
+    given: who names it without sending its weights could fill the memory.
+
+    Example:
+        >>> has_room("mlp", (1, 28, 28), 10, given=0), has_room("mlp", (1, 28, 28), 10**7, given=4 * 10**7)
+        (True, False)
+    """
+    if is_own(parse_spec(spec)[0], "models"):
+        return True
+    with torch.device("meta"):  # shapes only
+        network = create_model(spec, shape, num_classes, seed=0)
+    return sum(parameter.numel() for parameter in network.parameters()) <= max(given, SMALL_MODEL)
 
 
 def normalisation_of(network: nn.Module) -> Normalisation | None:

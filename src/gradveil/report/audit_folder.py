@@ -1,13 +1,13 @@
 """Read what an audit wrote to its folder: settings, plan and rows. Any of them may be missing or broken."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradveil.errors import RunFolderError
-from gradveil.limits import LONGEST_SETTINGS, LONGEST_TEXT, parse_json, parse_toml, read_bytes
+from gradveil.limits import LONGEST_SETTINGS, parse_json, parse_toml, read_bytes, read_json, read_lines
 from gradveil.metrics import schema_of
 from gradveil.metrics.roc import FALSE_RATES
 from gradveil.rows import Row, Schema, from_plain
@@ -123,14 +123,9 @@ def _not_sent(folder: Path, cells: Iterable[PlannedCell], rows: Iterable[Row]) -
 def _listed(path: Path) -> set[str]:
     """Return the digests of a training's updates; none if the list is missing or broken."""
     try:
-        return {str(digest) for sent in _json(path).values() for digest in sent.values()}
+        return {str(digest) for sent in read_json(path).values() for digest in sent.values()}
     except (OSError, ValueError, AttributeError):
         return set()
-
-
-def _json(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
-    """Return the JSON value of a file. Raise OSError or ValueError if there is none, or if it is too large."""
-    return parse_json(read_bytes(path, LONGEST_TEXT))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -155,10 +150,10 @@ def _plan(path: Path, notes: list[str]) -> tuple[list[PlannedCell], Schema]:
     state = "missing"
     with suppress(FileNotFoundError):
         try:
-            plan = _json(path)
+            plan = read_json(path)
             schema = schema_of()
             if "metrics" in plan:
-                schema = schema.with_metrics(from_plain(plan["metrics"]))
+                schema = _with_metrics(schema, plan["metrics"])
             return [_cell(entry) for entry in plan["cells"]], schema
         except FileNotFoundError:
             raise
@@ -168,10 +163,19 @@ def _plan(path: Path, notes: list[str]) -> tuple[list[PlannedCell], Schema]:
     return [], schema_of()
 
 
+def _with_metrics(schema: Schema, values: Sequence[Mapping[str, Any]]) -> Schema:
+    """Return the schema with an audit's metrics. Raise if they are damaged, or lack some that every audit has."""
+    found = from_plain(values)
+    tables = {column.key: column.tables for column in found}
+    if any(tables.get(usual.key) != usual.tables for usual in schema.metrics):
+        raise ValueError("The standard metrics must be among the metrics.")
+    return schema.with_metrics(found)
+
+
 def _left_out(path: Path) -> dict[str, str]:
     """Return the attacks that plan.json says were not run; none if it does not say."""
     try:
-        return {str(spec): str(why) for spec, why in _json(path)["left_out"].items()}
+        return {str(spec): str(why) for spec, why in read_json(path)["left_out"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -196,7 +200,7 @@ def _cell(entry: Mapping[str, Any]) -> PlannedCell:
 def _lines(path: Path) -> tuple[list[Any], int]:
     """Return the JSON values of a file of lines, and the number of broken lines; both are empty without the file."""
     try:
-        lines = read_bytes(path, LONGEST_TEXT).splitlines()
+        lines = read_lines(path)
     except OSError:
         return [], 0
     rows = []
@@ -214,7 +218,7 @@ def _cell_rows(
     for cell in cells:
         if cell.name in done:
             try:
-                content = _json(folder / "cells" / f"{cell.name}.json")
+                content = read_json(folder / "cells" / f"{cell.name}.json")
                 rows += [row for row in content if schema.read(row) is not None]
             except (OSError, ValueError, TypeError):
                 notes.append(f"cells/{cell.name}.json is broken; its rows are missing.")

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradveil.config import TrainSettings, make_train_settings, read_settings
 from gradveil.errors import ConfigError, RunFolderError
-from gradveil.limits import LONGEST_TEXT, parse_json, read_bytes
+from gradveil.limits import parse_json, read_lines
 from gradveil.metrics import schema_of
 from gradveil.rows import Row
 
@@ -67,7 +67,7 @@ def _usable(values: Mapping[str, Any]) -> bool:
 def _lines(path: Path, key: str, notes: list[str]) -> list[Row]:
     """Return the rows of a table (``round`` or ``client``, which is also their key), in order and each once."""
     try:
-        lines = read_bytes(path, LONGEST_TEXT).splitlines()
+        lines = read_lines(path)
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -27,8 +27,7 @@ from gradveil.errors import ConfigError, DataError, RunFolderError, TrainingErro
 from gradveil.metrics import align, schema_of, score_targets
 from gradveil.metrics.columns import STANDARD
 from gradveil.models import create_model, load_weights
-from gradveil.models.base import parse_normalisation
-from gradveil.own import names_code
+from gradveil.models.base import has_room, parse_normalisation
 from gradveil.randomness import stream
 from gradveil.report.pictures import strip_png
 from gradveil.rows import Schema
@@ -42,8 +41,6 @@ from gradveil.validate import in_range, is_file
 
 PUBLIC_IMAGES = 500
 """An attack is given at most this many public images."""
-SMALL_MODEL = 10_000_000
-"""Numbers that a model may always have; a larger one must not have more than its file has bytes."""
 PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")
 
 
@@ -190,14 +187,10 @@ def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device
 
 def _check_size(spec: UpdateSpec, shape: tuple[int, int, int], model_file: Path) -> None:
     """Raise ConfigError before any memory is taken if a large model has more numbers than its file has bytes."""
-    if names_code(spec.model):
-        return
-    with torch.device("meta"):  # shapes only
-        network = create_model(spec.model, shape, spec.num_classes, seed=0)
-    count, most = sum(parameter.numel() for parameter in network.parameters()), model_file.stat().st_size
-    if count > max(most, SMALL_MODEL):
+    given = model_file.stat().st_size
+    if not has_room(spec.model, shape, spec.num_classes, given):
         raise ConfigError(
-            f"model must be that of {model_file}, got {spec.model!r} with {count:,} numbers for a file of {most:,} "
+            f"model must be that of {model_file}, got {spec.model!r} with more numbers than the file's {given:,} "
             "bytes. Check the model, its settings, the shape and the number of classes."
         )
 
