@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gradveil.federated.protocol import LocalSettings, Protocol
     from gradveil.models import create_model
     from gradveil.runs.api import attack, audit, score, train
+    from gradveil.runs.check import check
     from gradveil.runs.recorder import Recorder
     from gradveil.threat import Knowledge, Known, Observation, PublicKnowledge, Reconstruction, ThreatModel
     from gradveil.threat.observe import Federation, observe
@@ -47,6 +48,7 @@ _PLACES = {
     "audit": "runs.api",
     "build_attack": "attacks",
     "build_defence": "defences",
+    "check": "runs.check",
     "create_model": "models",
     "load_dataset": "data",
     "observe": "threat.observe",
@@ -81,6 +83,7 @@ __all__ = [
     "audit",
     "build_attack",
     "build_defence",
+    "check",
     "create_model",
     "load_dataset",
     "observe",

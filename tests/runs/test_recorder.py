@@ -62,8 +62,12 @@ LOOPS = {
 }  # fmt: skip
 
 
-def loop(model, optimiser, images, labels, *, size=4, epochs=1, accumulate=1, clip=0.0, smoothing=0.0,
-         reduction="mean", factor=1.0, train=True, penalty=0.0):  # fmt: skip
+USUAL = {"size": 4, "epochs": 1, "accumulate": 1, "clip": 0.0, "smoothing": 0.0, "reduction": "mean", "factor": 1.0}
+USUAL |= {"train": True, "penalty": 0.0}
+
+
+def loop(model, optimiser, images, labels, **options):
+    size, epochs, accumulate, clip, smoothing, reduction, factor, train, penalty = (USUAL | options).values()
     model.train(train)
     for _ in range(epochs):
         order = torch.randperm(len(images)).split(size)

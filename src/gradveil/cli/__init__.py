@@ -1,7 +1,7 @@
 """The command line. stdout carries results (with --json exactly one document), stderr progress and warnings.
 
-Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input, 3 what was checked does not hold (compare), 130
-ended by Ctrl-C. Nothing heavy is imported here: each command imports what it needs when it runs.
+Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input, 3 a criterion of --fail-on is met or what was
+compared differs, 130 ended by Ctrl-C. Nothing heavy is imported here: each command imports what it needs when it runs.
 """
 
 import sys
@@ -9,6 +9,7 @@ import sys
 import typer
 
 from gradveil.cli.attack import attack_command
+from gradveil.cli.check import check_command
 from gradveil.cli.compare import compare_command
 from gradveil.cli.data import data_app
 from gradveil.cli.generator import train_generator_command
@@ -29,6 +30,7 @@ app.command("list")(list_components)
 app.command("describe")(describe)
 app.command("train")(with_options(train_command, "gradveil.config:TrainSettings"))
 app.command("attack")(attack_command)
+app.command("check")(check_command)
 app.command("audit")(with_options(audit_command, "gradveil.audits.settings:AuditSettings"))
 app.command("train-generator")(
     with_options(train_generator_command, "gradveil.generators.training:GeneratorSettings", "File for the weights.")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gradveil.cli.display import Json, bar, figure, print_json, say, show
+from gradveil.cli.gate import FailOn, close
 from gradveil.cli.options import Device, Seed, TrustCode
 from gradveil.own import trusting_code
 from gradveil.progress import listening
@@ -31,6 +32,7 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
     metrics: Annotated[
         str, typer.Option(help="Metrics, a list (gradveil list metrics), or your own file.py:Class.")
     ] = STANDARD,
+    fail_on: FailOn = None,
     trust_code: TrustCode = False,
     as_json: Json = False,
 ) -> None:
@@ -39,9 +41,12 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
 
     from gradveil.metrics.columns import build_metric, metric_column
     from gradveil.registry import split_specs
+    from gradveil.report.criteria import fields_of, judge_rows, parse_criteria
     from gradveil.runs.attack import Scoring, attack_files
     from gradveil.runs.update_spec import read_spec
 
+    scoring = Scoring(truth, tuple(split_specs(metrics)))
+    criteria = parse_criteria(fail_on or (), fields_of(scoring.schema, ("attack",)))
     doing = f"attacking {len(update)} update{'s' * (len(update) > 1)} with {attack}"
     with (
         bar("") as move,
@@ -50,10 +55,12 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
         trusting_code(trust_code),
     ):
         move(0, 1, doing)
-        scoring = Scoring(truth, tuple(split_specs(metrics)))
         rows = attack_files(model_file, update, read_spec(spec), attack, out, seed=seed, device=device, scoring=scoring)
+    verdicts = judge_rows(criteria, rows)
     if as_json:
-        print_json({"out": str(out), "rows": rows})
+        found = [{"criterion": v.criterion, "met": v.met, "reason": v.reason} for v in verdicts]
+        print_json({"out": str(out), "verdicts": found, "rows": rows})
+        close(verdicts)
         return
     labels = "known labels" if "labels" in rows[0]["knows"] else "guessed labels"
     chosen = [metric_column(build_metric(name)) for name in scoring.metrics] if metrics != STANDARD else []
@@ -73,6 +80,7 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
     for note in dict.fromkeys(note for row in rows for note in row["unmeasured"]):
         say(f"Not measured: {note}", err=True)
     say(f"Look at them: {out / 'images'}")
+    close(verdicts)
 
 
 def shortened(labels: Sequence[int], most: int = 12) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gradveil.cli.display import DataRoot, Json
+from gradveil.cli.gate import FailOn
 from gradveil.source import ClassSource, Field, Unclear
 
 NEW = " By default a new folder below runs, named by the time."
@@ -42,6 +43,7 @@ def with_options(
         "workers": Workers,
         "data_root": DataRoot,
         "as_json": Json,
+        "fail_on": FailOn,
         "yes": Annotated[bool, typer.Option("--yes", "-y", help="Begin without asking, however long it takes.")],
         "only_estimate": Annotated[
             bool, typer.Option("--estimate", help="Only estimate how long it takes on this machine, and run nothing.")

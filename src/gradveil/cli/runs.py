@@ -10,6 +10,7 @@ import typer
 
 from gradveil.cli.before import goes_on, look_ahead
 from gradveil.cli.display import DataRoot, Json, bar, print_json, say, show
+from gradveil.cli.gate import close
 from gradveil.cli.options import Seed, Workers
 from gradveil.config import make_train_settings, read_settings, with_absolute_paths
 from gradveil.own import trusting_code
@@ -92,30 +93,36 @@ def audit_command(  # noqa: PLR0913 - one parameter per option of the command li
     workers: int | None = None,
     data_root: Path | None = None,
     as_json: bool = False,
+    fail_on: list[str] | None = None,
     yes: bool = False,
     only_estimate: bool = False,
     **options: Any,  # noqa: ANN401 - one for each field of AuditSettings
 ) -> None:
     """Run attacks against defences, measure what each defence costs, and write a page that shows what leaked.
 
-    Exit code 1 if a cell failed: its reason is in the rows, and --resume tries it again.
+    Exit code 3 if a criterion of --fail-on is met; 1 if a cell failed: its reason is in the rows, and --resume tries it
+    again.
     """
     from gradveil.audits import audit, make_audit_settings
     from gradveil.cli.tables import WIDTH, audit_table, canary_sentence, membership_table
     from gradveil.report.blind import blind_lines
+    from gradveil.report.criteria import fields_of, parse_criteria
     from gradveil.report.flags import explained
     from gradveil.report.names import failures, for_people
     from gradveil.report.recovered import recovered
     from gradveil.report.summary import with_costs
+    from gradveil.runs.check import verdicts_of
 
     out = out or fresh_folder("audit", resume)
     settings = make_audit_settings(given_settings("audit", options, config, out, resume, trust_code=trust_code))
+    parse_criteria(fail_on or (), fields_of(settings.schema))
     with trusting_code(trust_code):
         ahead = look_ahead(settings, out, workers, data_root)
     if not goes_on(ahead, yes=yes, only=only_estimate, as_json=as_json):
         return
     with bar("cells") as move, contextlib.redirect_stdout(sys.stderr), trusting_code(trust_code):
         result = audit(settings, out, resume=resume, workers=workers, data_root=data_root, progress=move)
+    verdicts = verdicts_of(result, fail_on or ())
     summary, prices, told = result.summary, result.utility, result.membership
     told_apart = recovered(result.rows, result.schema, result.left_out)
     if as_json:
@@ -128,6 +135,7 @@ def audit_command(  # noqa: PLR0913 - one parameter per option of the command li
             "left_out": result.left_out,
             "recovered": told_apart,
             "blind": blind_lines(result.rows, result.schema),
+            "verdicts": [{"criterion": v.criterion, "met": v.met, "reason": v.reason} for v in verdicts],
             "summary": summary,
             "utility": prices,
             **({"membership": told} if told else {}),
@@ -154,8 +162,7 @@ def audit_command(  # noqa: PLR0913 - one parameter per option of the command li
     failed = [f"Failed: {reason}" for reason in failures(for_people(result.rows))]
     for text in (*warnings, *not_run, *failed):
         say(text, err=True)
-    if result.failed:
-        raise typer.Exit(1)
+    close(verdicts, failed=bool(result.failed))
 
 
 def report_command(
