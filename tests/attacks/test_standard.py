@@ -75,9 +75,9 @@ def test_a_batch_behind_a_linear_layer_is_solved_exactly():
 
 def test_components_are_compared_where_a_linear_layer_is_wider_than_the_batch():
     seen, _ = watched("public-data", model="mlp:hidden=60,activation=tanh", images=3)
-    assert "cpa:iterations=4" in [way.spec for way in SMALL.ways(seen)]
+    assert "cpa:iterations=4" in [way.spec for way in SMALL.ways(seen, standard.SEARCHES[0])]
     for other in (watched("public-data", model="mlp:hidden=3,activation=tanh", images=3), watched("public-data")):
-        assert not any(way.spec.startswith("cpa") for way in SMALL.ways(other[0]))
+        assert not any(way.spec.startswith("cpa") for way in SMALL.ways(other[0], standard.SEARCHES[0]))
 
 
 @pytest.mark.parametrize("favourite", ["lti", "ggl", "gs"])

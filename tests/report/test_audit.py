@@ -333,7 +333,8 @@ def test_figures_that_are_not_numbers_count_as_missing():
 @pytest.mark.parametrize(
     "damage",
     [
-        {"head": 0}, {"help": ["x"]}, {"format": None}, {"tables": []}, {"tables": "x"}, {"mean": False}, {"type": "text"},
+        {"head": 0}, {"help": ["x"]}, {"format": None}, {"tables": []}, {"tables": "x"}, {"mean": False},
+        {"type": "text"},
         {"key": "defence"}, {"key": "renamed"}, {"leakier": "no"}, {"shown": {}}, {"later": 1},
     ],
 )  # fmt: skip

@@ -58,7 +58,7 @@ def own(root, name):
 
 @pytest.fixture
 def half_cifar(real_data, tmp_path):
-    """Write some pictures of CIFAR-10 at half their size to an own set, since time grows with the cube of the pixels."""
+    """Write some pictures of CIFAR-10 at half their size to an own set: time grows with the cube of the pixels."""
     data = load_dataset("cifar10", real_data)
     arrays = {}
     for part, split, count in (("train", data.train, 200), ("test", data.test, 1000)):
