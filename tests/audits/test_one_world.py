@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from gradveil.attacks import build_attack
 from gradveil.audits import audit
@@ -11,6 +12,7 @@ from gradveil.audits.plan import plan
 from gradveil.audits.stage import views
 from gradveil.audits.tapping import load_tap, world_of
 from gradveil.audits.utility import price_cell
+from gradveil.cli import app
 from gradveil.data import load_dataset
 from gradveil.defences import build_defence
 from gradveil.engines.simulation import Simulation
@@ -89,6 +91,10 @@ def test_a_row_whose_update_was_not_sent_is_reported(small, tmp_path):
     listed.write_text(json.dumps({"1": {"0": "0" * 64}}))
     (note,) = read_audit(result.out).notes
     assert note.startswith("4 attacked updates are not among those that their trainings list as sent")
+    said = CliRunner().invoke(app, ["report", str(result.out)])
+    assert f"Note: {note}" in said.stderr
+    document = json.loads(CliRunner().invoke(app, ["report", str(result.out), "--json"]).stdout)
+    assert document["notes"] == [note]
 
 
 def test_a_malicious_server_branches_off_at_the_tapped_round(small, tmp_path):

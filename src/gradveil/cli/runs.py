@@ -168,16 +168,25 @@ def audit_command(  # noqa: PLR0913 - one parameter per option of the command li
 def report_command(
     folder: Annotated[Path, typer.Argument(help="Folder of an audit or a training.")], as_json: Json = False
 ) -> None:
-    """Write the page of a run again from the files in its folder, also for a run that is not finished."""
+    """Write the page of a run again from the files in its folder, also for a run that is not finished.
+
+    What is missing or does not fit together is said on stderr and on the page.
+    """
     from gradveil.report.audit import write_report
+    from gradveil.report.audit_folder import read_audit
     from gradveil.report.training import rewrite_page
+    from gradveil.report.training_folder import read_training
 
     settings = read_settings(folder / "settings.toml") if (folder / "settings.toml").is_file() else {}
-    page = rewrite_page(folder) if "defence" in settings else write_report(folder)
+    trained = "defence" in settings
+    page = rewrite_page(folder) if trained else write_report(folder)
+    notes = read_training(folder).notes if trained else read_audit(folder).notes
     if as_json:
-        print_json({"report": str(page)})
+        print_json({"report": str(page), "notes": list(notes)})
     else:
         say(f"Look at it: {page}")
+    for note in notes:
+        say(f"Note: {note}", err=True)
 
 
 def reproduce_command(
