@@ -32,6 +32,15 @@ def test_what_is_not_above_blind_is_not_recognisable_whatever_its_ssim():
     assert (summarise(old)[0]["recognisable"], summarise(old)[0]["images"]) == (16, 16)
 
 
+def test_the_blind_line_has_labels_only_beside_attackers_who_guessed_them():
+    given = row(label_accuracy=1.0, blind_label_accuracy=0.3, knows=["labels"])
+    assert blind_lines([given])[0]["label_accuracy"] is None
+    found = row(attack="labels", label_accuracy=0.5, blind_label_accuracy=0.3, knows=["num-examples"])
+    other = row(attack="labels", target=1, label_accuracy=0.5, blind_label_accuracy=0.5, knows=["num-examples"])
+    (line,) = blind_lines([given, found, other])
+    assert (line["n"], line["label_accuracy"]) == (2, pytest.approx(0.4))
+
+
 def test_batches_are_counted_image_by_image():
     rows = [row(images=32, recognised=3, psnr=12.0, ssim=0.2, image_psnr=[40.0, 30.0, 8.0], converged=False)]
     (line,) = summarise(rows)

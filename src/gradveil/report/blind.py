@@ -21,14 +21,21 @@ def blind_lines(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None)
     """
     schema = schema or schema_of()
     found: dict[str, dict[tuple[object, ...], Mapping[str, Any]]] = {}
+    labels: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row.get("kind", "privacy") == "privacy" and row.get("blind") and not row.get("failed"):
             target = row.get("seed"), row.get("target"), row.get("round")
             found.setdefault(row["blind"], {}).setdefault(target, row)
-    return [_line(name, list(targets.values()), schema) for name, targets in found.items()]
+            if row.get("label_accuracy") is not None and "labels" not in (row.get("knows") or ()):
+                labels.setdefault(row["blind"], []).append(row)
+    return [
+        _line(name, list(targets.values()), schema, _mean(labels.get(name, []), "blind_label_accuracy"))
+        for name, targets in found.items()
+    ]
 
 
-def _line(name: str, rows: Sequence[Mapping[str, Any]], schema: Schema) -> Row:
+def _line(name: str, rows: Sequence[Mapping[str, Any]], schema: Schema, labels: float | None) -> Row:
+    """Return the line of one blind guess; ``labels`` is its share of right labels, None if no attacker guessed any."""
     figures = {column.key: _mean(rows, f"blind_{column.key}") for column in schema.metrics}
     psnrs = [row["blind_psnr"] for row in rows if row.get("blind_psnr") is not None]
     own = {
@@ -42,6 +49,7 @@ def _line(name: str, rows: Sequence[Mapping[str, Any]], schema: Schema) -> Row:
         "psnr_worst": max(psnrs, default=None),
         "identified": _mean(rows, "blind_identified"),
         "candidates": _mean(rows, "candidates"),
+        "label_accuracy": labels,
         "knows": ["labels"] * (name == "class average"),
         "flags": [],
     }
