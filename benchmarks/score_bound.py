@@ -94,7 +94,7 @@ def table(document: dict[str, Any]) -> str:
     """Return the comparison of bounds and attacks as it stands in docs/score.md."""
     heads = ["data", "defence", "blind guess", "white bound", "covariance bound", *ATTACKS]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row in (row for name in SETTINGS for row in document["figures"][name]):
+    for row in (row for name in SETTINGS for row in document["figures"].get(name, [])):
         caps = [row[key] for key in ("psnr_unseen", "psnr_cap_white", "psnr_cap_covariance")]
         figures = ["-" if value is None else f"{value:.1f}" for value in (*caps, *row["psnr"].values())]
         lines.append(f"| {row['dataset']} | `{row['defence']}` | " + " | ".join(figures) + " |")

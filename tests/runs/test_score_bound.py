@@ -18,7 +18,7 @@ from gradveil.runs.score import LEARNED_SLACK, SLACK, score, summarise_scores
 
 SEARCH = "gs:iterations=400,sign=none,schedule=cosine,lr=0.3,tv=1e-6"
 NORMAL = (SEARCH, f"{SEARCH},prior=normal", "ggl:optimiser=adam,iterations=200")
-"""Attacks that know no more about images than their mean, their covariance and that neighbouring pixels are alike."""
+"""Attacks that know the mean and covariance of images, that neighbouring pixels are alike, and the range of pixels."""
 LEARNED = f"{SEARCH},prior=denoiser"
 
 
@@ -58,7 +58,7 @@ def own(root, name):
 
 @pytest.fixture
 def half_cifar(real_data, tmp_path):
-    """Write some pictures of CIFAR-10 at half their size to an own set: time grows with the cube of the pixels."""
+    """Write pictures of CIFAR-10 at half their size to an own set: time grows with the cube of the pixels."""
     data = load_dataset("cifar10", real_data)
     arrays = {}
     for part, split, count in (("train", data.train, 200), ("test", data.test, 1000)):

@@ -35,12 +35,13 @@ SCORED = (
 """The settings of an audit that a score has use for."""
 TARGETS = 4
 """Scored updates by default."""
-SLACK = 1.0
-"""By how much, in dB, attackers may pass ``psnr_cap`` who know about images what its priors say, and that neighbouring
-pixels are alike: the bound is of first order, and it is compared over few targets."""
+SLACK = 2.0
+"""By how much, in dB, attackers may pass ``psnr_cap`` who know about images what its priors say, that neighbouring
+pixels are alike, and that pixels are in [0, 1]; measured and rounded up. The bound is of first order, and pixels that
+are clamped are not normal."""
 LEARNED_SLACK = 6.0
-"""The same for attackers with a prior that is not normal, such as a denoiser trained on public images. Digits are far
-from normal: most of their pixels are black or white."""
+"""The same for attackers with a learned prior that is not normal, such as a denoiser. Digits are far from normal: most
+of their pixels are black or white."""
 
 
 def score_settings(values: Mapping[str, object]) -> AuditSettings:
