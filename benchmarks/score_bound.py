@@ -123,7 +123,7 @@ def main() -> None:
     for part in options.parts.split(","):
         figures[part] = scored(options.data_root) if part == "defences" else compared(part, options.data_root)
         document = {
-            "command": "python benchmarks/score_bound.py --out results/score-bound.json",
+            "command": f"python benchmarks/score_bound.py --parts {','.join(figures)} --out results/score-bound.json",
             "date": datetime.now(UTC).date().isoformat(),
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -4,6 +4,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+from gradveil.runs.score import LEARNED_SLACK, SLACK
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,3 +26,14 @@ def test_the_gain_of_learned_priors_in_noise_is_the_measured_one():
     psnr = {(row["std"], row["prior"]): row["psnr"] for row in document["figures"]}
     assert psnr[0.1, "denoiser"] > psnr[0.1, "smooth"] + 2  # "wins by far"
     assert abs(psnr[0.5, "denoiser"] - psnr[0.5, "normal"]) < 1  # "no better"
+
+
+def test_the_bounds_beside_attacks_are_the_measured_ones_and_hold_with_their_slack():
+    page, wanted, document = generated("score_bound", "score-bound", "score.md")
+    assert [text for text in wanted if text not in page] == []
+    for row in (row for part in ("mnist-5k", "pneumoniamnist.npz") for row in document["figures"][part]):
+        learned = row["psnr"]["gs, prior=denoiser"]
+        others = max(psnr for attack, psnr in row["psnr"].items() if "denoiser" not in attack)
+        assert others < row["psnr_cap_covariance"] + SLACK
+        assert learned < row["psnr_cap_covariance"] + LEARNED_SLACK
+        assert row["psnr_cap_white"] < row["psnr"]["gs"] < row["psnr_cap_covariance"]  # as the page says
