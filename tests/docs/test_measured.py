@@ -37,3 +37,8 @@ def test_the_bounds_beside_attacks_are_the_measured_ones_and_hold_with_their_sla
         assert others < row["psnr_cap_covariance"] + SLACK
         assert learned < row["psnr_cap_covariance"] + LEARNED_SLACK
         assert row["psnr_cap_white"] < row["psnr"]["gs"] < row["psnr_cap_covariance"]  # as the page says
+
+
+def test_the_scores_of_many_defences_are_the_measured_ones():
+    page, wanted, _ = generated("score_bound", "score-bound", "results.md", "scores")
+    assert [text for text in wanted if text not in page] == []
