@@ -67,6 +67,7 @@ def test_dp_sgd_keeps_its_promise_in_19_of_20_seeds(measured):
     truth = epsilon_of(math.sqrt(2) / 0.8, 1e-5)
     rows = [measured("dp-sgd:noise=0.8", seed=seed) for seed in SEEDS]
     assert sum(row["epsilon_hat_low"] <= truth <= row["epsilon_hat_high"] for row in rows) >= 19
+    assert all(row["epsilon_hat_high"] < epsilon_of(2 * math.sqrt(2) / 0.8, 1e-5) for row in rows)  # half the noise
     assert all(row["epsilon"] >= truth for row in rows)
     assert not any(row["canaries_exceed"] for row in rows)
 
@@ -76,6 +77,7 @@ def test_pogz_keeps_its_promise_in_19_of_20_seeds(measured):
     truth = epsilon_of(1 / 0.5, 1e-5)
     rows = [measured("pogz:noise=0.5", seed=seed, rounds=1) for seed in SEEDS]
     assert sum(row["epsilon_hat_low"] <= truth <= row["epsilon_hat_high"] for row in rows) >= 19
+    assert all(row["epsilon_hat_high"] < epsilon_of(4 / 0.5, 1e-5) for row in rows)  # a quarter of the noise
     assert not any(row["canaries_exceed"] for row in rows)
 
 

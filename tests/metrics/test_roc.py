@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.metrics.roc import FALSE_RATES, advantage, area, curve, found_at, rates
+from gradveil.metrics.roc import FALSE_RATES, advantage, area, area_interval, curve, found_at, rates
 
 SCORES = st.lists(st.integers(0, 6), min_size=1, max_size=12).map(lambda some: torch.tensor(some).double())
 
@@ -43,3 +43,23 @@ def test_by_hand():
     assert area(members, others) == pytest.approx((3 + 2.5 + 1) / 9)
     assert found_at(members, others) == pytest.approx(1 / 3)
     assert advantage(members, others) == pytest.approx(1 / 3)
+
+
+@given(SCORES, SCORES)
+def test_the_interval_holds_the_area_and_stays_between_0_and_1(members, others):
+    low, high = area_interval(members, others)
+    assert 0 <= low <= area(members, others) + 1e-12
+    assert area(members, others) - 1e-12 <= high <= 1
+    if min(len(members), len(others)) == 1:
+        assert (low, high) == (0, 1)
+
+
+@pytest.mark.parametrize("apart", [0.0, 1.0])
+def test_the_interval_holds_the_true_area_in_95_of_100_draws(apart):
+    """Two Gaussians that lie d apart have the area Phi(d / sqrt 2)."""
+    rng, inside, draws = torch.Generator().manual_seed(0), 0, 400
+    truth = float(torch.special.ndtr(torch.tensor(apart) / 2**0.5))
+    for _ in range(draws):
+        low, high = area_interval(apart + torch.randn(60, generator=rng), torch.randn(90, generator=rng))
+        inside += low <= truth <= high
+    assert 0.92 <= inside / draws <= 0.98

@@ -1,7 +1,7 @@
 """Attacks: rebuild images from what a server saw (`Attack`), or find training members (`MembershipAttack`)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, final
 
@@ -88,11 +88,13 @@ class MembershipAttack(AnyAttack):
     """Base of attacks that distinguish a client's training images from others. A subclass implements `scores`.
 
     Attributes:
+        label_only: whether the attack uses nothing but predicted labels.
         every: attack the local models of every n-th round.
         images: at most this many members are tested per model, and as many non-members.
     """
 
     seeks: ClassVar[str] = "membership"
+    label_only: ClassVar[bool] = False
 
     every: int = 5
     images: int = 500
@@ -117,6 +119,13 @@ class MembershipAttack(AnyAttack):
             batch: members and non-members with their labels, in any order and unmarked.
             rng: source of all random draws.
         """
+
+    def judge(self, network: nn.Module, batch: Batch, rng: torch.Generator, shadows: Iterable[nn.Module]) -> Tensor:
+        """Return the scores (N,) of an attack that may also look at shadow models; by default it does not.
+
+        ``shadows`` are models that were trained without the candidates, see `gradveil.attacks.shadow.ShadowAttack`.
+        """
+        return self.scores(network, batch, rng)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The boundary attack: training images are farther from a network's decision boundary than other images."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ class Boundary(MembershipAttack):
         reduction: factor by which the sides of the small noise are shorter; pca has as many components.
         estimates: random directions in the first round; later rounds have more, by the square root of their number.
     """
+
+    label_only: ClassVar[bool] = True
 
     queries: int = 1000
     subspace: str = "resized"

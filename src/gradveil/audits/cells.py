@@ -11,11 +11,13 @@ from torch import Tensor
 from gradveil.attacks import build_any_attack
 from gradveil.attacks.base import needs_message
 from gradveil.attacks.parts.combined import SECRETS
+from gradveil.attacks.shadow import ShadowAttack
 from gradveil.audits.membership import membership_cell
 from gradveil.audits.plan import Cell, Rows, attacks_together, facts_of
 from gradveil.audits.privacy import attack_cell
 from gradveil.audits.scale import left_out
 from gradveil.audits.settings import AuditSettings
+from gradveil.audits.shadows import RoundShadows
 from gradveil.audits.tapping import attacked_clients
 from gradveil.audits.utility import price_cell
 from gradveil.data import Dataset, load_dataset
@@ -74,6 +76,7 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     training = settings.training("none", settings.seed)
     without = left_out(settings, dataset)
     for spec in (spec for spec in settings.attacks if spec not in without):
+        _check_shadows(spec, settings, dataset)
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
         several = _several(settings, dataset)
         needs = build_any_attack(spec).needs_for(single_step=not several)
@@ -106,6 +109,17 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
             Canaries.beside(own, defence, FlatModel(changed), _sizes(settings, dataset), dataset.shape)
     _check_trainings(settings, dataset, defences)
     _check_together(settings, dataset)
+
+
+def _check_shadows(spec: str, settings: AuditSettings, dataset: Dataset) -> None:
+    """Raise if an attack on membership can't play its shadow models under one of the defences."""
+    attack = build_any_attack(spec)
+    if not isinstance(attack, ShadowAttack):
+        return
+    for defence in map(build_defence, settings.defences):
+        known = settings.adaptive and attack.adapts_to(defence)
+        training = settings.training(defence.spec, settings.seed)
+        RoundShadows(attack, training, dataset, defence, known).check(_fewest(settings, dataset))
 
 
 def _check_together(settings: AuditSettings, dataset: Dataset) -> None:

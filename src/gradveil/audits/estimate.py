@@ -25,7 +25,7 @@ SHORT = 5.0
 """Seconds of an attack's cell that is so short that the same attack is not tried under every other defence."""
 LONG = 600.0
 """Seconds of an audit that is long enough to ask first, and to say what to lower."""
-COSTLY = ("iterations", "restarts", "queries", "every", "probes", "steps")
+COSTLY = ("iterations", "restarts", "queries", "every", "probes", "steps", "shadows")
 """Settings of attacks and defences on which their time depends."""
 
 Kind = tuple[str, str, str, bool]

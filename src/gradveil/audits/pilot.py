@@ -11,10 +11,12 @@ import torch
 
 from gradveil.attacks import MembershipAttack, build_any_attack, build_attack
 from gradveil.attacks.matching import Matching
+from gradveil.attacks.shadow import ShadowAttack
 from gradveil.audits.plan import Cell
 from gradveil.audits.privacy import ITERATES
 from gradveil.audits.scale import clients_behind, update_size
 from gradveil.audits.settings import AuditSettings
+from gradveil.audits.shadows import SHARE, public_positions
 from gradveil.audits.utility import TIMED_ROUNDS
 from gradveil.audits.views import observed, private_batches
 from gradveil.config import TrainSettings
@@ -229,7 +231,19 @@ class Pilot:
         batch = to_batch(self.dataset.train.images[order], self.dataset.train.labels[order]).to(self.settings.device)
         rng = stream(cell.seed, "pilot")
         each = extrapolated(lambda: attack.scores(network, batch, rng), self.limit, self.clock)
-        return self.training(cell.defence) + each * len(attack.measured_rounds(self.settings.rounds))
+        rounds, whole = attack.measured_rounds(self.settings.rounds), self.training(cell.defence)
+        return whole * (1 + self._shadows(attack)) + each * len(rounds)
+
+    def _shadows(self, attack: MembershipAttack) -> float:
+        """Return the time of an attack's shadow models, in units of the time of a training."""
+        if not isinstance(attack, ShadowAttack):
+            return 0.0
+        if attack.play == "training":
+            public = SHARE * len(public_positions(self.dataset)[0])
+            return attack.shadows * min(1.0, public / len(self.dataset.train))
+        training = self.settings.training("none", self.settings.seed)
+        share = len(attack.measured_rounds(training.rounds)) / max(1, training.rounds)
+        return attack.shadows * share / (1 if self.settings.aggregation == "secure" else training.num_sampled)
 
     def cell(self, cell: Cell) -> float:
         """Return the seconds of one cell, worked out on one torch thread."""

@@ -77,10 +77,12 @@ def plan(settings: AuditSettings, without: Collection[str] = ()) -> list[Cell]:
                 cells.append(Cell(training, "utility", defence, seed))
             own = build_defence(defence)
             for attack in (spec for spec in settings.attacks if spec not in without):
-                if isinstance(built := build_any_attack(attack), MembershipAttack):
-                    cells.append(Cell(f"membership-{len(cells):05d}", "membership", defence, seed, attack))
-                    continue
+                built = build_any_attack(attack)
                 adapts = settings.adaptive and built.adapts_to(own)
+                if isinstance(built, MembershipAttack):
+                    for knows in [False] + [True] * adapts:
+                        cells.append(Cell(f"membership-{len(cells):05d}", "membership", defence, seed, attack, knows))
+                    continue
                 plain = Knowledge.DEFENCE not in built.needs
                 for adaptive in [False] * plain + [True] * adapts:
                     for taps, first in product(_looked_at(built, settings), range(0, settings.targets, SLICE)):
@@ -113,9 +115,9 @@ def facts_of(cell: Cell) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": cell.kind, "defence": cell.defence, "seed": cell.seed, "cell": cell.name}
     if cell.kind == "utility":
         return facts
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {"adaptive": cell.adaptive}
     if cell.kind == "privacy":
-        own = {"adaptive": cell.adaptive, "round": cell.round, "later_rounds": list(cell.later) or None}
+        own |= {"round": cell.round, "later_rounds": list(cell.later) or None}
     return facts | {"attack": cell.attack} | own
 
 

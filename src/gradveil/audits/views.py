@@ -163,7 +163,7 @@ def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, def
         split = joined(dataset, load_dataset(settings.aux, root), labelled=defence.aux_labels)
         chosen = np.arange(len(dataset.train), len(split))[:PUBLIC_IMAGES]
     else:
-        split, chosen = dataset.test, _nobodys(dataset)[-PUBLIC_IMAGES:]
+        split, chosen = dataset.test, nobodys(dataset)[-PUBLIC_IMAGES:]
         if not len(chosen):
             raise ConfigError(
                 "Public images must not be private ones, got only test images that are also training images. Add --aux."
@@ -171,7 +171,7 @@ def _auxiliary(settings: AuditSettings, dataset: Dataset, root: Path | None, def
     return to_batch(split.images[chosen], split.labels[chosen])
 
 
-def _nobodys(dataset: Dataset) -> np.ndarray:
+def nobodys(dataset: Dataset) -> np.ndarray:
     """Return the positions of the test images that are not among the training images, in a fixed random order.
 
     Test images are often sorted by class, and the first of them would lack most classes.
@@ -200,14 +200,14 @@ def local_of(settings: AuditSettings, cell: Cell) -> LocalSettings:
 
 def spare_public(dataset: Dataset, count: int, images: int) -> list[Batch]:
     """Return batches of test images that are neither private nor among those that attacks learn from, if there are."""
-    free = _nobodys(dataset)[PUBLIC_IMAGES:][: count * images]
+    free = nobodys(dataset)[PUBLIC_IMAGES:][: count * images]
     whole = to_batch(dataset.test.images[free], dataset.test.labels[free], np.ones(len(free), bool))
     return [whole[slice(start, start + images)] for start in range(0, len(free) - images + 1, images)]
 
 
 def public_images(dataset: Dataset, most: int = PUBLIC_IMAGES) -> Batch:
     """Return test images that are not private, ``most`` at most, in a fixed random order."""
-    free = _nobodys(dataset)[:most]
+    free = nobodys(dataset)[:most]
     return to_batch(dataset.test.images[free], dataset.test.labels[free])
 
 

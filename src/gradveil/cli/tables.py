@@ -32,7 +32,7 @@ SUMMARY_SHOWN = (
 
 `guessed` is there only if some images have no guess, and `label_accuracy` only if an attack looks for labels."""
 MEMBERS_SHOWN = ("defence", "attack", "auc", "auc_worst", "tpr_at_1_fpr", "auc_loss", "gap", "accuracy")
-"""Columns of the table of attacks on membership."""
+"""Columns of the table of attacks on membership; if some attacker knew the defence, `adaptive` replaces `auc_worst`."""
 
 
 def audit_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Schema) -> Table:
@@ -92,7 +92,9 @@ def canary_sentence(costs: Sequence[Mapping[str, Any]], schema: Schema) -> str:
 
 def membership_table(title: str, lines: Sequence[Mapping[str, Any]], schema: Schema) -> Table:
     """Return how well members are told from others under each defence; figures are means over rounds and seeds."""
-    return _table(title, lines, [schema.column("members", key) for key in MEMBERS_SHOWN])
+    knowing = any(line["adaptive"] for line in lines)
+    keys = ["adaptive" if key == "auc_worst" and knowing else key for key in MEMBERS_SHOWN]
+    return _table(title, lines, [schema.column("members", key) for key in keys])
 
 
 def _table(title: str, lines: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Table:

@@ -34,11 +34,10 @@ def membership_section(
     lines = membership(rows, schema)
     if not lines:
         return ""
-    twice = " These attacks use the model as the defence leaves it, and have no second run with knowledge of it." * (
-        adaptive
-    )
+    twice = _twice(lines) if adaptive else ""
     picture = base64.b64encode(drawn(membership_figure(rows), "png")).decode()
-    columns = [column for column in page_columns(lines, schema, "members") if column.key not in SPECS]
+    told = SPECS if any(line["adaptive"] for line in lines) else (*SPECS, "adaptive")
+    columns = [column for column in page_columns(lines, schema, "members") if column.key not in told]
     heads = "".join(f'<th scope="col" title="{escape(c.help)}">{escape(c.head)}</th>' for c in columns)
     body = "".join(
         f'<tr><th scope="row">{spec(line["defence"])}</th><td class="text">{spec(line["attack"])}</td>'
@@ -58,22 +57,33 @@ guessing.{twice}</p>
     )
 
 
+def _twice(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return which attacks had a second run with knowledge of the defence."""
+    if any(line["adaptive"] for line in lines):
+        return (
+            " Adaptive attackers know the defence and play their shadow models under it. Attacks without shadow models "
+            "use the model as the defence leaves it, and have no second run."
+        )
+    return " These attacks use the model as the defence leaves it, and have no second run with knowledge of it."
+
+
 def membership_figure(rows: Iterable[Mapping[str, Any]]) -> Figure:
     """Return the figure of the ROC curve and of the area under it by round: one line per defence and attack, means.
 
     The ROC curve's axes are logarithmic because an attacker who is seldom wrong is the most dangerous.
     """
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["kind"] == "membership" and row["auc"] is not None:
-            groups.setdefault((row["defence"], row["attack"]), []).append(row)
+            groups.setdefault((row["defence"], row["attack"], bool(row.get("adaptive"))), []).append(row)
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     curves, areas = figure.subplots(1, 2)
     least = FALSE_RATES[1]
     curves.plot([least, 1], [least, 1], color="black", lw=0.8, ls=":")
     areas.axhline(0.5, color="black", lw=0.8, ls=":")
-    for (defence, attack), group in groups.items():
+    for (defence, attack, adaptive), group in groups.items():
         name = f"{shortened(defence, 34)}, {shortened(attack.partition(':')[0], 20)}".replace("$", r"\$")
+        name += " (adaptive)" * adaptive
         (line,) = areas.plot(*_means({row["round"]: [] for row in group}, group), "o-", ms=4, label=name)
         rocs = [row["roc"] for row in group if row["roc"]]
         if rocs:

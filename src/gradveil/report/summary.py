@@ -93,21 +93,23 @@ def _lost(rows: Sequence[Mapping[str, Any]], undefended: Sequence[Mapping[str, A
 
 
 def membership(rows: Iterable[Mapping[str, Any]], schema: Schema | None = None) -> list[Row]:
-    """Return one line per defence and attack on membership: means over rounds and seeds, and the largest AUC.
+    """Return one line per defence, attack on membership and kind of attacker.
 
-    Accuracy and overhead are those of the defence, from the utility rows.
+    Figures are means over rounds and seeds; ``auc_worst`` is the largest. Accuracy and overhead are
+    those of the defence, from the utility rows.
     """
     schema, rows = schema or schema_of(), list(rows)
     costs = {cost["defence"]: cost for cost in utility(rows, schema)}
     priced = set(schema.keys("price"))
     lines = []
-    for (defence, attack), group in _grouped(rows, "membership", schema, lambda row: (row["attack"],)).items():
+    groups = _grouped(rows, "membership", schema, lambda row: (row["attack"], bool(row.get("adaptive"))))
+    for (defence, attack, adaptive), group in groups.items():
         whole = [row for row in group if not row.get("failed")]
         right, others = mean(whole, "accuracy_members"), mean(whole, "accuracy_non_members")
         own = {
             "defence": defence,
             "attack": attack,
-            "adaptive": False,
+            "adaptive": adaptive,
             "n": sum(row.get("images") != 0 for row in whole),
             "seeds": len({row.get("seed") for row in whole}),
             "failed": len(group) - len(whole),

@@ -1,11 +1,9 @@
 """Examples for learned inversion: updates of clients that a server plays with public images, and these images."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from gradveil.progress import tell
 from gradveil.randomness import derive_seed, stream
 from gradveil.registry import own_files
 from gradveil.scratch import scratch_file
-from gradveil.storage import load_tensors, save_tensors
+from gradveil.storage import digest_of, load_tensors, save_tensors
 from gradveil.threat import Knowledge, Observation
 from gradveil.threat.rehearsal import rehearse
 from gradveil.types import Batch, Tensors
@@ -127,17 +125,11 @@ def _kept(name: str, seen: Observation, batches: list[Batch], width: int, seed: 
 
 def fingerprint(seen: Observation, *settings: object) -> str:
     """Return a digest of everything that the played updates depend on, the code of one's own defence included."""
-    script, digest = seen.script, hashlib.sha256()
+    script = seen.script
     known = seen.knows(Knowledge.DEFENCE)
     spec = seen.defence.spec if known else ""
     round_played = repr((script.protocol, script.num_clients) if script else None)
     facts = [version("gradveil"), spec, repr(settings), round_played, repr(seen.network)]
-    digest.update("\n".join(facts).encode())
-    for file in own_files(spec):
-        digest.update(Path(file).read_bytes())
     tensors = {**seen.network.state_dict(), **{f"public {name}": tensor for name, tensor in seen.public.items()}}
     images = {field.name: getattr(seen.public_data, field.name) for field in fields(Batch)}
-    for name, tensor in {**tensors, **images}.items():
-        plain = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(name.encode() + plain.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
+    return digest_of(facts, own_files(spec), {**tensors, **images})
