@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -169,3 +171,28 @@ def test_a_factory_among_the_settings_of_a_list_of_attacks():
 def test_bad_settings(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Ggl(**bad)
+
+
+def test_the_default_objective_is_the_published_one():
+    """Cosine, total variation 1e-4 and divergence 1e-4, as in the code of DCS2's experiments."""
+    _, _, seen = scene(targets=1, grants=GRANTS, public=PublicKnowledge(public()))
+    search = Ggl(latent=9).search(seen)
+    assert (search.objective.kind, search.priors.tv, Ggl().kl) == ("cosine", 1e-4, 1e-4)
+    gradients = seen.mean_gradients
+    guess = {
+        name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3))
+        for name, tensor in gradients.items()
+    }
+    ours, theirs = (torch.cat([tensor.flatten() for tensor in each.values()]) for each in (guess, gradients))
+    wanted = 1 - ours @ theirs / ours.norm() / theirs.norm()
+    assert search.objective(guess, gradients).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_the_size_of_an_update_does_not_matter(generator):
+    """A clipped update gives the same guess; with squared differences it does not."""
+    _, _, seen = scene(targets=1, grants=GRANTS)
+    scaled = replace(seen, updates={name: tensor / 8 for name, tensor in seen.updates.items()})
+    settings = {"generator": generator, "optimiser": "adam", "iterations": 20, "lr": 0.3}
+    for how, same in (({}, True), ({"distance": "l2", "tv": 0.0, "kl": 0.0}, False)):
+        one, other = (run(Ggl(**settings, **how), each).images for each in (seen, scaled))
+        assert torch.allclose(one, other, atol=1e-3) is same

@@ -20,12 +20,12 @@ from gradveil.attacks.parts.analytic import (
     likely_pictures,
     public_images,
     ratios,
-    rows_of,
     set_rows,
     set_shift,
     strong,
     two_linears,
 )
+from gradveil.attacks.parts.undoing import undone_rows
 from gradveil.errors import ConfigError
 from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -60,6 +60,7 @@ class Imprint(Attack):
     rows grows as 1 / ``gain``, and the network behind them notices nothing. Several local steps are treated as one:
     the images of the first step are read, which silences the rows; with ``gain=1`` those of later steps too, but
     roughly.
+    Adapts: knowing the defence, it first undoes what was done to the rows (`gradveil.attacks.parts.undoing`).
     Reference: Fowl et al. 2022 (Robbing the Fed), https://arxiv.org/abs/2110.13057, Section 4, and the authors' code.
     DCS2's experiments take ``bins=10,query=dct,mode=0,distribution=laplace``.
     Differs from the paper: the block adds its output to the image as a slight, centred shift of brightness, so that the
@@ -83,6 +84,7 @@ class Imprint(Attack):
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES, Knowledge.ALTERS_MODEL})
+    adapts: ClassVar[bool] = True
 
     form: str = "ladder"
     bins: int = 128
@@ -133,11 +135,12 @@ class Imprint(Attack):
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Return what single bins changed: differences of neighbouring rows, or rows as they are."""
-        rows = rows_of(seen, self._layer(seen))
+        undone = undone_rows(seen, self._layer(seen), seen.num_examples)
+        rows = undone.rows
         apart = Rows(*map(self._apart, rows))
         images = ratios(apart, Space(seen.network, seen.shape, rows.bias))
         found = [strong(*pair) for pair in zip(images, apart.bias.abs(), strict=True)]
-        return collect(seen, found, "mixtures of images in one bin")
+        return undone.told(collect(seen, found, "mixtures of images in one bin"))
 
     def _apart(self, rows: Tensor) -> Tensor:
         """Return the part of each bin in the change (T, rows, ...) of the rows."""

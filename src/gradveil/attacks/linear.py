@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 
 from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.analytic import collect, first_linear, ratios, rows_of, strong, supported
+from gradveil.attacks.parts.analytic import collect, first_linear, ratios, strong, supported
+from gradveil.attacks.parts.undoing import undone_rows
 from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
 
@@ -26,17 +27,21 @@ class Linear(Attack):
     with bias on the flattened image, such as mlp and logistic.
     Fails: for most images of a larger batch, which activate all rows alike; under noise; if the bias is not sent. For
     batches and several local steps, rows see more images as training proceeds, and fewer stay pure.
+    Adapts: knowing the defence, it completes removed entries, finds the likeliest gradient under noise, or separates a
+    concealed sample's part first (`gradveil.attacks.parts.undoing`).
     Reference: Phong et al. 2017, https://eprint.iacr.org/2017/715, Section 3; Geiping et al. 2020,
     https://arxiv.org/abs/2003.14053, Proposition 3.1.
     Differs from the paper: accepts batches, and reports which guesses are mixtures.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
+    adapts: ClassVar[bool] = True
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Return the ratio of the strongest row, or the ratios of rows that see one image."""
-        rows = rows_of(seen, first_linear(seen.network, seen.shape))
+        undone = undone_rows(seen, first_linear(seen.network, seen.shape), seen.num_examples)
+        rows = undone.rows
         images = ratios(rows, Space(seen.network, seen.shape, rows.bias))
         most = 1 if seen.num_examples == 1 else None
         found = [supported(strong(*pair, most)) for pair in zip(images, rows.bias.abs(), strict=True)]
-        return collect(seen, found, "mixtures of those that reach a row")
+        return undone.told(collect(seen, found, "mixtures of those that reach a row"))

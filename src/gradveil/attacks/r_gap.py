@@ -18,6 +18,7 @@ from gradveil.attacks.parts.chains import (
     least_squares,
     weight_matrix,
 )
+from gradveil.attacks.parts.undoing import undone_gradients
 from gradveil.errors import ConfigError
 from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -38,6 +39,8 @@ class RGap(Attack):
     Fails: under noise, which grows from layer to layer; with fewer equations than unknowns (`rank_analysis`), as in
     strided convolutions with few channels; in saturated sigmoids. Refuses ReLU and other activations without an
     inverse, pooling, BatchNorm, Dropout, grouped convolutions, residual connections, several images or local steps.
+    Adapts: knowing the defence, it completes removed entries of the last layer and leaves the equations of removed
+    entries out elsewhere, undoes a clipped gradient's scale, or separates a concealed sample's part first.
     Reference: Zhu and Blaschko 2021, https://arxiv.org/abs/2010.07733, Sections 3 and 4.
     Differs from the paper: uses cross-entropy with several classes instead of a binary loss, so the last layer is
     found by a search for one number instead of inverting :math:`u\,dL/du` by Adam; layers may have biases; weight and
@@ -47,6 +50,7 @@ class RGap(Attack):
     name: ClassVar[str] = "r-gap"
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES})
     most_images: ClassVar[int] = 1
+    adapts: ClassVar[bool] = True
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Rebuild each target separately, in double precision."""
@@ -59,7 +63,7 @@ class RGap(Attack):
         layers = chain_of(seen.network, seen.shape)
         like = next(iter(seen.updates.values()))
         space = Space(seen.network, seen.shape, torch.zeros((), dtype=torch.float64))
-        gradients = {name: tensor.double().cpu() for name, tensor in seen.gradients.items()}
+        gradients, answer, note = undone_gradients(seen, layers[-1].name)
         found = [_rebuild(layers, {name: g[t] for name, g in gradients.items()}) for t in range(seen.num_targets)]
         images = torch.stack([space.to_pixels(one.image.view(seen.shape)) for one in found])
         loss = torch.tensor([one.residual for one in found], dtype=torch.float64)
@@ -76,9 +80,10 @@ class RGap(Attack):
             loss=loss.to(like),
             converged=converged.to(like.device),
             why=tuple(
-                "; ".join(filter(None, [lacking, "" if solved else one.shortfall]))
+                "; ".join(filter(None, [lacking, "" if solved else one.shortfall, note]))
                 for one, solved in zip(found, converged.tolist(), strict=True)
             ),
+            answers=(answer,) * len(found) if answer else (),
         )
 
 
@@ -188,10 +193,14 @@ def _solve(layer: Layer, drive: Tensor, error: Tensor, gradients: dict[str, Tens
     if bias is not None:
         drive = (drive.view(len(bias), -1) - bias[:, None]).flatten()
     errors, wanted = error.view(layer.out[0], -1), gradients[f"{layer.name}.weight"].flatten(1)
-    if errors.shape[0] > errors.shape[1]:  # more channels than positions: some equations repeat others
+    known = wanted.isfinite()
+    if errors.shape[0] > errors.shape[1] and bool(known.all()):  # more channels than positions: equations repeat others
         basis, errors = torch.linalg.qr(errors)
         wanted = basis.T @ wanted
-    blocks = [(weight_matrix(layer), drive), (gradient_matrix(layer, errors), wanted.flatten())]
+    there = known.flatten() if wanted.shape == known.shape else slice(None)
+    blocks = [(weight_matrix(layer), drive)]
+    if bool(known.any()):
+        blocks.append((gradient_matrix(layer, errors)[there], wanted.flatten()[there]))
     scaled = [(matrix / (size := largest_row(matrix)), wanted / size) for matrix, wanted in blocks]
     matrix, wanted = torch.cat([m for m, _ in scaled]), torch.cat([w for _, w in scaled])
     if not (matrix.isfinite().all() and wanted.isfinite().all()):

@@ -1,14 +1,17 @@
 """SPEAR: recover whole batches exactly from the gradient of a first Linear layer with ReLU."""
 
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.analytic import exact_remark, first_linear, nothing, rows_of
+from gradveil.attacks.parts.analytic import exact_remark, first_linear, nothing, outside
 from gradveil.attacks.parts.exact_batches import ReluLayer, by_span, by_zeros, factors, misfit, spans
 from gradveil.attacks.parts.following import next_linear, relu_follows
+from gradveil.attacks.parts.undoing import concealed, undone_rows
 from gradveil.errors import ConfigError
 from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -38,6 +41,8 @@ class Spear(Attack):
     confidently; under noise, which hides the weakest images first. ``zeros`` finds only a part of many batches, because
     all directions are needed and some are found from no start; the more so for large batches, if training has left few
     neurons off, or if there is only one hidden layer.
+    Adapts: knowing the defence, it completes removed entries first (`gradveil.attacks.parts.undoing`), and finds dcs2's
+    concealed samples beside the images. Noise it always handles: only as many directions count as there are images.
     Reference: Dimitrov et al. 2024 (SPEAR), https://arxiv.org/abs/2403.03945, Sections 3 and 4; SPEAR++ 2025,
     https://arxiv.org/abs/2510.24200; the span of gradients is used by Petrov et al. 2024 (DAGER) for text,
     https://arxiv.org/abs/2405.15586, Section 4.
@@ -48,6 +53,8 @@ class Spear(Attack):
         way: how images are found: ``zeros``, ``span`` or ``auto``.
         restarts: random starts at most per target; the search ends as soon as everything is found.
     """
+
+    adapts: ClassVar[bool] = True
 
     way: str = "auto"
     restarts: int = 2048
@@ -86,12 +93,19 @@ class Spear(Attack):
         name = first_linear(seen.network, seen.shape)
         linear = seen.network.get_submodule(name)
         layer = ReluLayer(*(linear.get_parameter(key).detach().double().cpu() for key in ("weight", "bias")))
-        rows = rows_of(seen, name)
+        hidden = concealed(seen)
+        undone = undone_rows(seen, name, None if count is None or hidden else count)
+        rows = undone.rows
         gradients = -torch.cat([rows.weight, rows.bias[..., None]], 2)  # (T, m, D + 1)
         later = seen.updates.get(f"{next_linear(seen.network, seen.shape, name)}.weight")
         laters = [None] * len(gradients) if later is None else list(-later.double().cpu())
-        found = [self._batch(one, layer, after, count, rng) for one, after in zip(gradients, laters, strict=True)]
-        return self._collect(seen, found, gradients, layer, count)
+        whole = count if count is None else count + math.ceil(count * hidden)
+        found = [self._batch(one, layer, after, whole, rng) for one, after in zip(gradients, laters, strict=True)]
+        if hidden and count is not None:
+            space = Space(seen.network, seen.shape, torch.zeros((), dtype=torch.float64))
+            found = [_like_pictures(inputs, sure, count, space) for inputs, sure in found]
+            undone = undone._replace(answers=(WITHOUT,) * len(found), notes=("",) * len(found))
+        return undone.told(self._collect(seen, found, gradients, layer, count))
 
     def _batch(
         self, gradient: Tensor, layer: ReluLayer, later: Tensor | None, count: int | None, rng: torch.Generator
@@ -136,3 +150,11 @@ class Spear(Attack):
 
 _EXACT = 1e-3
 """Relative misfit of the gradient up to which a batch counts as recovered."""
+WITHOUT = "concealed samples found too, and left out"
+
+
+def _like_pictures(inputs: Tensor, sure: Tensor, count: int, space: Space) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` inputs (k, D) that leave the range of pixels least: concealed samples are far outside."""
+    pixels = space.to_pixels(inputs.view(-1, *space.shape)).flatten(1)
+    kept = outside(pixels).argsort()[:count]
+    return inputs[kept], sure[kept]

@@ -18,13 +18,13 @@ from gradveil.attacks.parts.analytic import (
     insert,
     likely_pictures,
     ratios,
-    rows_of,
     set_rows,
     set_shift,
     strong,
     supported,
     two_linears,
 )
+from gradveil.attacks.parts.undoing import undone_rows
 from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range, one_of
@@ -45,6 +45,7 @@ class TrapWeights(Attack):
     Fails: for images that are alone in no row, so for dark images among bright ones and for large batches; if each
     image's gradient is clipped and noise is added (dp-sgd). Several local steps are treated as one, although rows
     change in between; this was not measured.
+    Adapts: knowing the defence, it first undoes what was done to the rows (`gradveil.attacks.parts.undoing`).
     Reference: Boenisch et al. 2021, https://arxiv.org/abs/2112.02918, Section 5 and Algorithm 1 (sigma 0.5, scale
     0.95).
     Differs from the paper: rows are in a block before the network (or in its own first Linear layer), which adds its
@@ -63,6 +64,7 @@ class TrapWeights(Attack):
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES, Knowledge.ALTERS_MODEL})
+    adapts: ClassVar[bool] = True
 
     rows: int = 1000
     sigma: float = 0.5
@@ -97,10 +99,11 @@ class TrapWeights(Attack):
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Return the ratios of rows, those that saw one image first."""
         layer = f"{INSERTED}.rows" if self.where == "inserted" else first_linear(seen.network, seen.shape)
-        rows = rows_of(seen, layer)
+        undone = undone_rows(seen, layer, seen.num_examples)
+        rows = undone.rows
         images = ratios(rows, Space(seen.network, seen.shape, rows.bias))
         found = [supported(strong(*pair)) for pair in zip(images, rows.bias.abs(), strict=True)]
-        return collect(seen, found, "mixtures of those that passed a row together")
+        return undone.told(collect(seen, found, "mixtures of those that passed a row together"))
 
     def _set(self, layer: nn.Linear, space: Space, rng: torch.Generator) -> None:
         rows = trap_rows(layer.out_features, space.size, self.sigma, self.scale, rng)

@@ -195,8 +195,9 @@ class Chain(Defence):
         if not answers:
             return {}
         altered = [move.alters for ((_, move), *_) in answers]
+        hidden = [move.alters and not move.zeroes for ((_, move), *_) in answers]
         for position, each in enumerate(answers):
-            if any(altered[:position] + altered[position + 1 :]):  # then decoys can't be separated
+            if any(altered[:position] + hidden[position + 1 :]):  # then decoys can't be separated
                 answers[position] = [(name, move) for name, move in each if not move.separate] or each
         first = [move for ((_, move), *_) in answers]
         found = {"all": functools.reduce(combined, first)}

@@ -25,6 +25,8 @@ class Countermove:
         weights: factor of each tensor's part in the distance, by tensor name; 0 leaves the tensor out, the default
             is 1.
         passes_noise: whether ``sent`` keeps the strength of noise that was added before it, in entries that survive.
+        zeroes: whether the last thing that the defence does is to set entries to zero and send the others unchanged, so
+            that an attacker may compute what stood there.
         look: transforms the gradient seen before the comparison; None compares it unchanged.
         decoys: number of images that the defence hides behind each private one; below 1 if only some images have one.
             The attacker searches them too, with unknown soft labels and no prior, and adds their gradients to the
@@ -49,6 +51,7 @@ class Countermove:
     noise: Mapping[str, float] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     passes_noise: bool = False
+    zeroes: bool = False
     look: Callable[[Tensors], Tensors] | None = None
     decoys: float = 0
     own_label: float = 0.0
@@ -71,7 +74,8 @@ def combined(first: Countermove, second: Countermove) -> Countermove:
 
     Noise adds up, and the later defence decides the distance. If the second defence scales or rounds the first one's
     noise, its strength is unknown: then there is no likelihood, and the distance is the second's or the attack's own.
-    Decoys can be separated by linear algebra only if the other defence leaves the gradient unchanged.
+    Decoys can be separated by linear algebra only if the other defence leaves the gradient unchanged, or sets entries
+    of it to zero afterwards.
     """
     if first.noise and second.sent is not None and not second.passes_noise:
         first = replace(first, noise={}, distance="")
@@ -108,7 +112,8 @@ def combined(first: Countermove, second: Countermove) -> Countermove:
         soft_labels=first.soft_labels or second.soft_labels,
         adds_up=first.adds_up or second.adds_up,
         decode=second.decode + first.decode,
-        separate=any(one.separate and not other.alters for one, other in ((first, second), (second, first))),
+        zeroes=second.zeroes or (first.zeroes and not second.alters),
+        separate=(first.separate and (second.zeroes or not second.alters)) or (second.separate and not first.alters),
     )
 
 

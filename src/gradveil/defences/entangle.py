@@ -409,7 +409,7 @@ def _check_guard(guard: Tensors, name: str, like: Tensor) -> None:
 
 
 def _leaving_out(foreign: Tensors) -> Countermove:
-    return Countermove(surviving, passes_noise=True, look=partial(_without, foreign))
+    return Countermove(surviving, passes_noise=True, zeroes=True, look=partial(_without, foreign))
 
 
 def _without(foreign: Tensors, seen: Tensors) -> dict[str, Tensor]:

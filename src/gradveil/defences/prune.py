@@ -73,7 +73,8 @@ class Prune(Compression):
         zeros = sum(int((tensor == 0).sum()) for tensor in arrived.gradients.values())
         if zeros < self.fraction / 2 * entries:
             return {"again": Countermove(self._by_fraction)}
-        return {"surviving": Countermove(surviving, passes_noise=True), "again": Countermove(self._again)}
+        again = Countermove(self._again, zeroes=True)
+        return {"surviving": Countermove(surviving, passes_noise=True, zeroes=True), "again": again}
 
     def _by_fraction(self, guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
         """Prune each target's guess by ``fraction``, as the client would."""

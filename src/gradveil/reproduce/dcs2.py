@@ -35,8 +35,8 @@ from gradveil.types import Tensors
 
 GS = "gs:sign=none,boxed=false,iterations={}"
 """As in the authors' code: unsigned steps, no box, TV 1e-4, known labels, and no knowledge of the defence."""
-GGL = "ggl:optimiser=adam,iterations={}"
-"""Adam as in the authors' code; the prior is the principal components of public images, not a trained GAN."""
+GGL = "ggl:optimiser=adam,iterations={},distance=cosine,tv=1e-4,kl=1e-4"
+"""Search as in the authors' code; the prior is the principal components of public images, not a trained GAN."""
 IMPRINT = "imprint:bins=10,query=dct,mode=0,distribution=laplace"
 """Bins and query as in the authors' code; see ``gain`` of the attack for the strength of its rows."""
 PLAIN, KNOWS, JOINT = "plain", "knows it", "searches both"

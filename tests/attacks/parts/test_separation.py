@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -8,6 +10,8 @@ from gradveil.attacks.parts import separation
 from gradveil.attacks.parts.separation import (
     KEEP,
     PROJECT,
+    LastLayer,
+    Told,
     by_channel,
     by_weight,
     projected,
@@ -50,7 +54,7 @@ def test_the_last_layers_gradient_splits_into_private_image_and_decoy():
     truth, labels, seen = hidden()
     for target in range(3):
         mine = {name: tensor[target].double() for name, tensor in seen.mean_gradients.items()}
-        private, other = split_last(mine, "fc", seen, int(labels[target]), SHARE)
+        private, other = split_last(LastLayer.of(mine, "fc"), "fc", seen, int(labels[target]), SHARE)
         images, mixed = decoy(labels[target : target + 1], target)
         with torch.no_grad():
             for half, image, label in (
@@ -138,7 +142,37 @@ def test_a_search_that_explains_nothing_restarts(monkeypatch):
     def told(tries):
         monkeypatch.setattr(separation, "TRIES", tries)
         gradients = [{name: tensor[t].double() for name, tensor in seen.mean_gradients.items()} for t in range(3)]
-        return [split_last(g, "fc", seen, int(labels[t]), SHARE) is not None for t, g in enumerate(gradients)]
+        return [
+            split_last(LastLayer.of(g, "fc"), "fc", seen, int(labels[t]), SHARE) is not None
+            for t, g in enumerate(gradients)
+        ]
 
     assert not all(told(1))
     assert all(told(60))
+
+
+class Pruned(Decoy):
+    """The same, after which the smaller half of each tensor's entries is set to zero."""
+
+    def on_update(self, update, client):
+        kept = {name: t * (t.abs() >= t.abs().flatten().quantile(0.4)) for name, t in update.tensors.items()}
+        return replace(update, tensors=kept)
+
+
+def test_the_last_layer_splits_although_it_was_pruned():
+    truth, labels, seen = scene(
+        targets=3, defence=Pruned(), grants=("num-examples", "labels"), model="lenet-dlg", side=8
+    )
+    found = told_apart(seen, seen.mean_gradients, SHARE, gaps=True)
+    own = example_gradients(seen.network, truth[:, 0], labels[:, 0])
+    weight, apart = own["fc.weight"], stacked(seen.mean_gradients, [told or Told() for told in found])
+    split = [target for target, told in enumerate(found) if told is not None]
+    assert split
+    for target in split:
+        keep = apart[f"{KEEP}fc.weight"][target]
+        pruned = seen.mean_gradients["fc.weight"][target] == 0
+        wanted = weight[target] * keep
+        assert bool((pruned & (keep > 0)).any())  # entries that the server never saw
+        assert float((apart["fc.weight"][target] - wanted).norm() / wanted.norm()) < 0.05
+        assert not apart[f"{KEEP}conv3.weight"][target].any()
+    assert not any(told_apart(seen, {n: torch.zeros_like(t) for n, t in seen.mean_gradients.items()}, SHARE, gaps=True))

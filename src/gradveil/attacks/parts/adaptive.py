@@ -4,12 +4,15 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
+
+from torch import Tensor
 
 from gradveil.attacks.parts.countermoves import countermove, countermoves
 from gradveil.attacks.parts.learned_priors import LearnedPrior
 from gradveil.attacks.parts.search import Priors, Search
-from gradveil.attacks.parts.separation import KEEP, PROJECT, Told, projected, stacked, told_apart
+from gradveil.attacks.parts.separation import KEEP, OWN, PROJECT, Told, projected, stacked, told_apart
 from gradveil.defences.countermove import Countermove
 from gradveil.models.base import normalisation_of
 from gradveil.threat import Observation
@@ -44,9 +47,10 @@ def answers(seen: Observation, choice: str = "") -> list[Answer]:
     if not move.separate:
         return [Answer(name, everyone, move)]
     gradients = seen.mean_gradients if move.look is None else move.look(seen.mean_gradients)
-    told = dict(enumerate(told_apart(seen, gradients, move.own_label, spares=move.decoys < 1)))
+    told = dict(enumerate(told_apart(seen, gradients, move.own_label, spares=move.decoys < 1, gaps=move.zeroes)))
     apart = {target: each for target, each in told.items() if each is not None}
-    found = [Answer(name, list(apart), _separating(gradients, apart), separates=True)] if apart else []
+    own = partial(_with_own, move) if move.zeroes else _separating
+    found = [Answer(name, list(apart), own(gradients, apart), separates=True)] if apart else []
     rest = [target for target in everyone if target not in apart]
     return [*found, Answer("joint", rest, replace(move, separate=False))] if rest else found
 
@@ -127,6 +131,25 @@ def _separating(gradients: Tensors, told: Mapping[int, Told]) -> Countermove:
     counts = {name: size > 0 and not name.startswith((KEEP, PROJECT)) for name, size in sizes.items()}
     weights = {name: 1 / size if counts[name] else 0.0 for name, size in sizes.items()}  # all tensors have equal weight
     return Countermove(projected, weights=weights, look=lambda _: found)
+
+
+def _with_own(move: Countermove, gradients: Tensors, told: Mapping[int, Told]) -> Countermove:
+    """Return the countermove that searches decoys too, and compares what is left of the sum and what was separated."""
+    mine = {name: tensor[list(told)] for name, tensor in gradients.items()}
+    found = stacked(mine, list(told.values()))
+    names = [name for name in mine if bool(found[KEEP + name].any())]
+    own = {OWN + name: found[name] for name in names}
+    keeps = {OWN + name: found[KEEP + name] for name in names}
+
+    def sent(guess: Tensors, seen: Tensors) -> dict[str, Tensor]:
+        apart = {name: guess[name] * seen[KEEP + name] for name in own}
+        whole = {name: guess[name] for name in mine}
+        left = whole if move.sent is None else move.sent(whole, {name: seen[name] for name in mine})
+        return {**left, **apart, **{name: seen[name] for name in beside}}
+
+    beside = {KEEP + name: keep for name, keep in keeps.items()}
+    wanted = {**mine, **own, **beside}
+    return replace(move, sent=sent, look=lambda _: wanted, weights=dict.fromkeys(beside, 0.0), separate=False)
 
 
 def _numel(seen: Observation, name: str) -> int:

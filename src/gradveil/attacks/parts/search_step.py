@@ -28,6 +28,7 @@ from gradveil.attacks.parts.priors import batch_norm_distance, group_consistency
 from gradveil.attacks.parts.search import Search
 from gradveil.attacks.parts.search_layout import DECOY_LABELS, DECOYS, IMAGES, LABELS, SearchLayout, output_of
 from gradveil.attacks.parts.search_task import SearchTask, added
+from gradveil.attacks.parts.separation import OWN
 from gradveil.attacks.parts.starts import begin
 from gradveil.attacks.parts.statistics import Statistics, watched
 from gradveil.errors import ConfigError
@@ -199,7 +200,8 @@ class SearchStep:
             with replaced_outputs(self.replay.network, outputs, size):
                 theirs = example_gradients(self.replay.network, *decoys, group_size=size, create_graph=True)
             share = size / self.batch_size
-            guess = {name: tensor + share * theirs[name] for name, tensor in guess.items()}
+            alone = {own: guess[own.removeprefix(OWN)] for own in task.wanted if own.startswith(OWN)}
+            guess = {name: tensor + share * theirs[name] for name, tensor in guess.items()} | alone
         return guess
 
     def targets(self, flat: Tensor, task: SearchTask) -> Tensor:

@@ -15,6 +15,12 @@ before. If they are not, the projected gradient still belongs to the private ima
 The result is the part of the private image's own gradient that could be separated: an attack matches it as if there
 were no defence, and leaves out the rest.
 
+If entries of the gradient were set to zero afterwards (pruning), the last layer's matrix is first completed
+(`gradveil.attacks.parts.matrix_completion`): it has rank two, so that the entries that are left give most of the
+others. Then both images' features follow in the columns that could be completed. The few other features are small, or
+their entries would have survived: they are replaced by their mean, which is one more unknown per image. The layers
+before are not followed, as too few of their entries are left.
+
 Needs: one private image with a known label and one decoy, in a single step; a network that ends in a Linear with bias.
 Before that Linear, only plain chains are followed (`gradveil.attacks.parts.chains`).
 Fails: if both errors are equal up to a factor, so that the plane is a line: both images are surely of one class. If
@@ -39,17 +45,22 @@ from gradveil.attacks.parts.chains import (
     least_squares,
     weight_matrix,
 )
+from gradveil.attacks.parts.matrix_completion import completed
 from gradveil.errors import ConfigError
 from gradveil.networks.grads import layer_inputs
 from gradveil.threat import Knowledge, Observation
 from gradveil.types import Tensors
 
 KEEP, PROJECT = "keep/", "project/"
-"""Prefixes of entries that accompany the gradients: whether a tensor counts, (T, 1, ..), and P, (T, R, R)."""
+"""Prefixes of entries that accompany the gradients: which entries count (1 or 0, same shape), and P, (T, R, R)."""
+OWN = "own/"
+"""Prefix of gradients of the private images alone, beside those of images and decoys together."""
 STARTS, STEPS, TRIES = 12, 60, 5
 """Searches for the four coordinates per class z, steps per search, and how often all restart if none succeeds."""
 EXPLAINED = 1e-3
 """Equations count as solved up to this relative misfit."""
+GAPS_EXPLAINED = 0.1
+"""The same if a few features are not known and at first taken to be zero."""
 EXACT = 1e-7
 """A search stops at this relative misfit, the precision of float32."""
 THIN = 1e-5
@@ -67,13 +78,52 @@ class Half(NamedTuple):
 
 @dataclass
 class Told:
-    """The separated part of one target: the private image's own gradients by name, and P for projected ones."""
+    """The separated part of one target: the private image's own gradients by name, and P for projected ones.
+
+    ``known`` says which entries of a gradient are known, if not all are.
+    """
 
     own: dict[str, Tensor] = field(default_factory=dict)
     project: dict[str, Tensor] = field(default_factory=dict)
+    known: dict[str, Tensor] = field(default_factory=dict)
 
 
-def told_apart(seen: Observation, gradients: Tensors, share: float, *, spares: bool = False) -> list[Told | None]:
+class LastLayer(NamedTuple):
+    """What is known of the gradient of the last Linear.
+
+    Attributes:
+        weight: (R, C), gradient of the weight.
+        bias: (R,), gradient of the bias; NaN if it is not known.
+        rows: (R,) numbers of the rows.
+        columns: (C,) numbers of the columns.
+        explained: relative misfit up to which equations count as solved.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    rows: Tensor
+    columns: Tensor
+    explained: float
+
+    @staticmethod
+    def of(gradients: Tensors, name: str, *, gaps: bool = False) -> "LastLayer | None":
+        """Return the gradient of a layer; with ``gaps`` zeros are unknown, and as many of them as possible computed."""
+        weight, bias = gradients[f"{name}.weight"], gradients[f"{name}.bias"]
+        if not gaps:
+            return LastLayer(weight, bias, torch.arange(len(weight)), torch.arange(weight.shape[1]), EXPLAINED)
+        both = torch.cat([weight, bias[:, None]], 1)  # the bias is one more column: an input of 1
+        found = completed(both, both != 0)
+        if found is None or found.misfit > EXPLAINED:
+            return None
+        inner = found.columns < weight.shape[1]
+        known = torch.where(bias == 0, torch.nan, bias)[found.rows]
+        sums = known if bool(inner.all()) else found.values[:, -1]
+        return LastLayer(found.values[:, inner], sums, found.rows, found.columns[inner], GAPS_EXPLAINED)
+
+
+def told_apart(
+    seen: Observation, gradients: Tensors, share: float, *, spares: bool = False, gaps: bool = False
+) -> list[Told | None]:
     """Return what could be separated of each target's private image, or None if nothing could.
 
     Args:
@@ -81,6 +131,7 @@ def told_apart(seen: Observation, gradients: Tensors, share: float, *, spares: b
         gradients: mean gradients (T, ...) before any factor on both parts.
         share: lambda, the share of the private image's label in the decoy's.
         spares: whether some images have no decoy; a gradient of rank one is then the image's own.
+        gaps: whether entries that are zero may have been set to zero after both parts were added.
     """
     name = _last_linear(seen)
     fits = seen.single_step and seen.knows(Knowledge.LABELS) and seen.num_examples == 1
@@ -93,11 +144,14 @@ def told_apart(seen: Observation, gradients: Tensors, share: float, *, spares: b
     found: list[Told | None] = []
     for target, label in enumerate(seen.labels[:, 0].tolist()):
         mine = {key: tensor[target].detach().double().cpu() for key, tensor in gradients.items()}
-        if spares and not _is_plane(mine[f"{name}.weight"]):
-            found.append(Told(mine))
-            continue
-        pair = split_last(mine, name, seen, label, share)
-        found.append(None if pair is None else _followed(mine, name, pair, layers))
+        last = LastLayer.of(mine, name, gaps=gaps)
+        if last is None:
+            found.append(None)
+        elif spares and not _is_plane(last.weight):
+            found.append(Told(mine, known={key: tensor != 0 for key, tensor in mine.items()} if gaps else {}))
+        else:
+            pair = split_last(last, name, seen, label, share)
+            found.append(None if pair is None else _told(mine, name, pair, [] if gaps else layers, last))
     return found
 
 
@@ -133,45 +187,59 @@ def _last_linear(seen: Observation) -> str | None:
 # --- The last layer ---------------------------------------------------------------------------------------------------
 
 
-def split_last(gradients: Tensors, name: str, seen: Observation, label: int, share: float) -> tuple[Half, Half] | None:
+def split_last(last: LastLayer, name: str, seen: Observation, label: int, share: float) -> tuple[Half, Half] | None:
     """Return the private image and the decoy at the last layer, or None if nothing explains its gradient.
 
     Their labels distinguish them. If z is the private label too, the private image is the one whose features are nearer
     to those of noise images.
     """
-    seen_weight, seen_bias = gradients[f"{name}.weight"], gradients[f"{name}.bias"]
     layer = seen.network.get_submodule(name)
     weight, bias = (getattr(layer, key).detach().double().cpu() for key in ("weight", "bias"))
-    if not _is_plane(seen_weight):
+    if not _is_plane(last.weight):
         return None
-    _, sizes, right = torch.linalg.svd(seen_weight, full_matrices=False)
-    plane = right[:2] * sizes[0]  # (2, features); coordinates in it are of order one
-    outputs = plane @ weight.T  # (2, classes)
-    inside = seen_weight @ right[:2].T / sizes[0]  # (classes, 2)
+    _, sizes, right = torch.linalg.svd(last.weight, full_matrices=False)
+    plane = torch.zeros(2, weight.shape[1], dtype=torch.float64)  # coordinates in it are of order one
+    plane[:, last.columns] = right[:2] * sizes[0]
+    if len(last.columns) < weight.shape[1]:  # one more coordinate: the mean of the features that are not known
+        rest = torch.ones(1, weight.shape[1], dtype=torch.float64)
+        rest[:, last.columns] = 0
+        plane = torch.cat([plane, rest])
+    outputs = plane @ weight.T  # (2 or 3, classes)
+    inside = last.weight @ right[:2].T / sizes[0]  # (R, 2)
+    summed = last.bias.isfinite()
+    size = float(last.bias[summed].norm())
     own = F.one_hot(torch.tensor(label), len(bias)).double()
     theirs = (1 - share) * torch.eye(len(bias), dtype=torch.float64) + share * own  # one row per z
     labels = torch.stack([own.expand_as(theirs), theirs], 1).repeat(STARTS, 1, 1)  # (N, 2, classes)
     rng = torch.Generator().manual_seed(0)  # not the attack's: it only decides where a search begins
 
+    def explained(place: Tensor, target: Tensor) -> Tensor:
+        answers: Tensor = (place @ outputs[: place.shape[1]] + bias).softmax(1)  # (2, classes)
+        return answers - target
+
     def misfit(place: Tensor, target: Tensor) -> Tensor:
-        errors = inside @ _inverse(place)  # (classes, 2)
-        logits = place @ outputs + bias  # (2, classes)
-        explained = logits.softmax(1) - target
-        return torch.cat([(errors.T - explained).flatten(), errors.sum(1) - seen_bias])
+        errors = inside @ _inverse(place[:, :2])  # (R, 2)
+        sums = errors.sum(1)[summed] - last.bias[summed]
+        return torch.cat([(errors.T - explained(place, target)[:, last.rows]).flatten(), sums])
 
     for _ in range(TRIES):
         begun = torch.randn(len(labels), 2, 2, generator=rng, dtype=torch.float64)
-        places, costs = _levenberg(misfit, begun, labels, EXACT * float(seen_bias.norm()))
+        places, costs = _levenberg(misfit, begun, labels, EXACT * size)
         best = int(costs.nan_to_num(torch.inf).argmin())
-        if float(costs[best]) <= EXPLAINED * float(seen_bias.norm()) + 1e-12:
+        if float(costs[best]) <= last.explained * size + 1e-12:
             break
     else:
         return None
-    errors = inside @ _inverse(places[best])
-    halves = [Half(places[best, each] @ plane, errors[:, each]) for each in range(2)]
+    place = places[best]
+    if len(plane) > 2:
+        begun = F.pad(place, (0, 1))[None]
+        place = _levenberg(misfit, begun, labels[best][None], EXACT * size)[0][0]
+    errors = explained(place, labels[best])  # of classes without a known entry, the network's own answer
+    errors[:, last.rows] = (inside @ _inverse(place[:, :2])).T
+    halves = [Half(place[each] @ plane, errors[each]) for each in range(2)]
     if torch.equal(labels[best, 0], labels[best, 1]):
         usual = _usual_features(seen, name)
-        halves.sort(key=lambda half: float((half.inputs - usual).norm()))
+        halves.sort(key=lambda half: float((half.inputs - usual)[last.columns].norm()))
     return halves[0], halves[1]
 
 
@@ -202,7 +270,7 @@ def _levenberg(
     rest, damping = function(places, targets), torch.ones(len(places), dtype=places.dtype)
     cost = rest.norm(dim=1)
     for _ in range(STEPS):
-        jacobian = slope(places, targets).flatten(2)  # (N, equations, 4)
+        jacobian = slope(places, targets).flatten(2)  # (N, equations, 4 or 6)
         square = jacobian.mT @ jacobian
         damped = square + torch.diag_embed(damping[:, None] * square.diagonal(dim1=1, dim2=2) + 1e-15)
         step = torch.linalg.solve_ex(damped, jacobian.mT @ rest[..., None])[0].view_as(places)
@@ -230,9 +298,13 @@ def _usual_features(seen: Observation, name: str) -> Tensor:
 # --- The layers before ------------------------------------------------------------------------------------------------
 
 
-def _followed(gradients: Tensors, name: str, pair: tuple[Half, Half], layers: list[Layer]) -> Told:
+def _told(gradients: Tensors, name: str, pair: tuple[Half, Half], layers: list[Layer], last: LastLayer) -> Told:
     """Solve from the last layer backwards, as far as there are enough equations."""
     told = Told({f"{name}.weight": torch.outer(pair[0].error, pair[0].inputs), f"{name}.bias": pair[0].error})
+    if len(last.columns) < len(pair[0].inputs):
+        there = torch.zeros_like(pair[0].inputs, dtype=torch.bool)
+        there[last.columns] = True
+        told.known[f"{name}.weight"] = there.expand_as(told.own[f"{name}.weight"])
     for after, layer in zip(reversed(layers[1:]), reversed(layers[:-1]), strict=True):
         back = weight_matrix(after).T
         drives, errors = [], []
@@ -318,11 +390,12 @@ def stacked(gradients: Tensors, found: Sequence[Told]) -> dict[str, Tensor]:
         rows, keeps, matrices = [], [], []
         for target, told in enumerate(found):
             mine = told.own.get(name)
-            rows.append(torch.zeros_like(tensor[target]) if mine is None else mine.to(tensor))
-            keeps.append(mine is not None)
+            there = told.known.get(name, torch.tensor(mine is not None))
+            rows.append(torch.zeros_like(tensor[target]) if mine is None else mine.to(tensor) * there.to(tensor))
+            keeps.append(there.to(tensor).expand(tensor.shape[1:]))
             matrices.append(told.project.get(name))
         result[name] = torch.stack(rows)
-        result[KEEP + name] = torch.tensor(keeps).to(tensor).view(-1, *[1] * (tensor.dim() - 1))
+        result[KEEP + name] = torch.stack(keeps)
         if any(matrix is not None for matrix in matrices):
             size = by_channel(tensor).shape[2]
             all_ = torch.eye(size, dtype=tensor.dtype, device=tensor.device)

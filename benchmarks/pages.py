@@ -1,0 +1,85 @@
+"""Write the tables of docs/results.md that come from results/*.json; a test checks that they agree.
+
+Run from the root of the repository: python benchmarks/pages.py
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "results.md"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _each(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.1f}" for value in values)
+
+
+def mixtures(result: Mapping[str, Any]) -> str:
+    """Return the table of images decoded from inverted mixtures."""
+    rows = []
+    for run in result["runs"]:
+        defence = re.search(r"--defence (\S+)", run["command"])
+        name = "" if defence is None else f"`{defence.group(1)}`"
+        for row in run["rows"]:
+            shown = [
+                name,
+                f"{run['inverted_psnr']:.1f}",
+                row["decoder"],
+                f"**{row['psnr']:.1f}**",
+                f"{row['best']:.1f}",
+            ]
+            rows.append(shown)
+    return _table(["defence", "mixtures, inverted", "the decoder knows", "images, mean", "best"], rows)
+
+
+def completion(result: Mapping[str, Any]) -> str:
+    """Return the table of attackers of dcs2 and pruning."""
+    words = {
+        "plain": "plain", "joint": "searches the concealed sample too (`adapt=joint`)",
+        "completed": "also completes and separates the last layer (the default)",
+    }  # fmt: skip
+    rows = [[words[row["attacker"]], f"{row['psnr']:.1f}", _each(row["each"])] for row in result["rows"]]
+    return _table(["attacker", "mean PSNR", "each digit"], rows)
+
+
+def ggl(result: Mapping[str, Any]) -> str:
+    """Return the table of GGL's objectives."""
+    rows = [[f"`{row['defence']}`", row["generator"], row["objective"], f"{row['psnr']:.1f}"] for row in result["rows"]]
+    return _table(["defence", "generator", "objective", "mean PSNR"], rows)
+
+
+def batch_norm(result: Mapping[str, Any]) -> str:
+    """Return the table of attacks on FedKL and PRECODE in both modes of BatchNorm."""
+    rows = [
+        [f"`{row['defence']}`", row["batch_norm"], "knows the defence" if row["adaptive"] else "plain",
+         f"{row['psnr']:.1f}", _each(row["each"])]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return _table(["defence", "BatchNorm", "attacker", "mean PSNR", "each digit"], rows)
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "mixtures": mixtures, "completion": completion, "ggl": ggl, "batch-norm": batch_norm,
+}  # fmt: skip
+
+
+def written(text: str) -> str:
+    """Return a page with the tables of all blocks ``<!-- results/NAME.json -->`` made anew."""
+
+    def block(found: re.Match[str]) -> str:
+        result = json.loads((ROOT / "results" / f"{found.group(1)}.json").read_text())
+        return f"<!-- results/{found.group(1)}.json -->\n{TABLES[found.group(1)](result)}\n<!-- end -->"
+
+    return re.sub(r"<!-- results/([a-z-]+)\.json -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
