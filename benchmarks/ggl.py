@@ -2,7 +2,7 @@
 
 An untrained lenet-dlg, training digits as targets, test digits as public images. GGL's own code has squared differences
 and a divergence weight of 0.1 for them, 1e-4 for the cosine; DCS2's code has the cosine with total variation 1e-4 and
-divergence 1e-4. Run from the root of the repository: python benchmarks/ggl.py --data FOLDER --generator FILE
+divergence 1e-4. Run from the root of the repository: python benchmarks/ggl.py --data FOLDER
 """
 
 import argparse
@@ -64,14 +64,13 @@ def main() -> None:
                 attack = build_attack(SEARCH.format(options.iterations, objective, generator))
                 found = attack(seen, stream(options.seed, "ggl", "attack"))
                 values = [round(value, 2) for value in Psnr()(private.images, found.images[:, 0]).tolist()]
-                kind = "principal" if generator == "principal" else "mlp-gan"
+                kind = "principal" if generator == "principal" else "trained"
                 row = {"defence": defence, "generator": kind, "objective": name, "each": values}
                 rows.append(row | {"psnr": round(statistics.fmean(values), 2)})
                 print({key: value for key, value in rows[-1].items() if key != "each"}, flush=True)
     result = {
-        "command": f"python benchmarks/ggl.py --data FOLDER --generator FILE --targets {options.targets} "
-        f"--iterations {options.iterations} --seed {options.seed}",
-        "generator": "gradveil train-generator --dataset mnist --generator mlp-gan --steps 2500 --out FILE",
+        "command": f"python benchmarks/ggl.py --data FOLDER{' --generator FILE' * bool(options.generator)} --targets "
+        f"{options.targets} --iterations {options.iterations} --seed {options.seed}",
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -72,7 +72,8 @@ class Ggl(Matching):
         kl: weight of the latents' divergence from N(0, 1); published are 1e-4 for cosine and 0.1 for l2.
         tv: weight of total variation, in normalised units.
         squash: whether latents pass through tanh first; then ``kl`` is ignored.
-        estimate: which defence to estimate from the update if none is known: none, clip, compression or columns.
+        estimate: which defence to estimate from the update if none is known: none, clip (changes nothing for cosine),
+            compression or columns.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES, Knowledge.PUBLIC_DATA})
