@@ -41,7 +41,7 @@ from gradveil.generators.base import load_generator
 from gradveil.models import create_model, load_weights
 from gradveil.report.audit import write_report
 from gradveil.report.training import rewrite_page
-from gradveil.runs.attack import read_update
+from gradveil.runs.inputs import read_tensors
 from gradveil.runs.update_spec import read_spec
 from gradveil.storage import PrivateFolder, load_tensors, read_metadata, save_tensors
 from gradveil.threat.received import received
@@ -197,7 +197,7 @@ def _text(path: Path) -> str:
 
 def _received(path: Path) -> object:
     return received(
-        _network(), [read_update(path)], shape=(1, 6, 6), num_classes=4, kind="gradient", lr=1.0, num_examples=1
+        _network(), [read_tensors(path)], shape=(1, 6, 6), num_classes=4, kind="gradient", lr=1.0, num_examples=1
     )
 
 
@@ -330,7 +330,7 @@ TARGETS: dict[str, Target] = {
     "data: own .npz": Target(_own, read_npz),
     "data: pictures": Target(_pictures, lambda path: read_pictures([path])),
     "update: .npz": Target(lambda: [_npz(**{n: t.numpy() for n, t in _network().state_dict().items()})],
-                           lambda path: read_update(path.rename(path.with_suffix(".npz")))),
+                           lambda path: read_tensors(path.rename(path.with_suffix(".npz")))),
     "update: received by the server": Target(_tensors, _received, 0.5),
     "message: a client's answer": Target(_messages, _message, 0.5),
     "tensors: safetensors": Target(_tensors, _both),

@@ -18,7 +18,8 @@ from gradveil.metrics import schema_of
 from gradveil.models import create_model
 from gradveil.own import trusting_code
 from gradveil.registry import convert
-from gradveil.runs.attack import Scoring, attack_files, read_update
+from gradveil.runs.attack import Scoring, attack_files
+from gradveil.runs.inputs import read_tensors
 from gradveil.runs.update_spec import UpdateSpec, read_spec
 from gradveil.threat import ThreatModel
 from gradveil.threat.observe import observe
@@ -185,7 +186,7 @@ def test_an_update_without_information_gives_no_guess(files):
     )
     assert one["psnr"] is not None
     assert (two["psnr"], two["attacker_loss"], two["converged"]) == (None, None, False)
-    assert two["why"] == "gradient is zero: nothing to match"
+    assert two["why"].startswith("gradient is zero: nothing to match; near-zero gradient: its norm is 0")
     assert two["unmeasured"][0] == "no guess for 1 of 1 images"
     assert (files.out / "images" / "target-1.png").exists()
 
@@ -262,7 +263,7 @@ def test_labels_may_differ_between_updates(files):
 def test_npz_files_work_like_safetensors(files):
     path = files.folder / "u.npz"
     np.savez(path, **{name: g.numpy().astype(">f4") for name, g in files.gradients[0].items()})
-    for name, tensor in read_update(path).items():
+    for name, tensor in read_tensors(path).items():
         torch.testing.assert_close(tensor.float(), files.gradients[0][name])
 
 
@@ -386,7 +387,7 @@ def test_a_specification_that_is_no_toml(files, gradveil):
         (("--update", "/nowhere/u.safetensors"), "There is no file '/nowhere/u.safetensors'. Check the path."),
         (("--model-file", "/nowhere/m.safetensors"), "There is no file '/nowhere/m.safetensors'."),
         (("--truth", "/nowhere/t.npz"), "There is no file '/nowhere/t.npz'."),
-        (("--model-file", "m.pth"), "safetensors.torch.save_file(tensors_by_name, 'm.safetensors')"),
+        (("--model-file", "m.pkl"), "safetensors.torch.save_file(tensors_by_name, 'm.safetensors')"),
         (("--update", "x" * 300), "There is no "),
     ],
 )
@@ -399,7 +400,7 @@ class Bomb:
         return (pytest.fail, ("a pickle was opened",))
 
 
-@pytest.mark.parametrize("name", ["u.pt", "u.pth", "u.pkl", "U.PT", "u.bin"])
+@pytest.mark.parametrize("name", ["u.pkl", "u.pickle", "U.PKL"])
 def test_a_pickled_update_is_never_opened(refused, files, name):
     path = files.folder / name
     path.write_bytes(pickle.dumps(Bomb()))
@@ -426,7 +427,7 @@ def test_a_pickle_under_another_name_is_never_opened(refused, files):
 
 def test_names_and_shapes_must_be_those_of_the_model(refused, files):
     first = next(iter(files.gradients[1]))
-    save_file({f"module.{name}": g for name, g in files.gradients[1].items()}, files.updates[1])
+    save_file({f"strange.{name}": g for name, g in files.gradients[1].items()}, files.updates[1])
     assert "Update 1 must have the model's parameters" in refused()
     save_file(files.gradients[1] | {first: torch.zeros(2)}, files.updates[1])
     assert f"'{first}' of update 1 must have shape" in refused()

@@ -25,7 +25,7 @@ from gradveil.data.own import read_npz
 from gradveil.data.pictures import read_pictures
 from gradveil.errors import ConfigError, DataError
 from gradveil.limits import LONGEST_SETTINGS, LONGEST_TEXT, MOST_VALUES, parse_json, parse_toml, read_lines
-from gradveil.runs.attack import read_update
+from gradveil.runs.inputs import read_tensors
 from gradveil.runs.update_spec import read_spec
 from gradveil.storage import load_tensors, read_metadata
 
@@ -122,7 +122,7 @@ def header(*shape, kind="|u1"):
     return {"descr": kind, "fortran_order": False, "shape": shape}
 
 
-@pytest.mark.parametrize("read", [read_npz, read_update])
+@pytest.mark.parametrize("read", [read_npz, read_tensors])
 def test_a_packed_npz_is_judged_by_its_headers(tmp_path, peak, read):
     names = ("x_train", "y_train", "x_test", "y_test")
     size = 700 << 20
@@ -139,7 +139,7 @@ def test_a_packed_npz_is_judged_by_its_headers(tmp_path, peak, read):
 def test_small_numbers_that_become_large_ones_are_counted_as_large(tmp_path, peak):
     """An update's bytes become numbers of eight bytes each."""
     npz(tmp_path / "u.npz", {"w": (header(60 << 20, kind="|i1"), 60 << 20)})
-    assert "must unpack to at most" in peak(read_update, tmp_path / "u.npz")
+    assert "must unpack to at most" in peak(read_tensors, tmp_path / "u.npz")
 
 
 def test_a_packed_cache_is_judged_by_its_headers(tmp_path):

@@ -12,6 +12,7 @@ from gradveil.cli.attack import attack_command
 from gradveil.cli.check import check_command
 from gradveil.cli.compare import compare_command
 from gradveil.cli.data import data_app
+from gradveil.cli.diagnose import diagnose_command
 from gradveil.cli.generator import train_generator_command
 from gradveil.cli.lists import describe, list_components
 from gradveil.cli.options import with_options
@@ -31,6 +32,7 @@ app.command("describe")(describe)
 app.command("train")(with_options(train_command, "gradveil.config:TrainSettings"))
 app.command("attack")(attack_command)
 app.command("check")(check_command)
+app.command("diagnose")(diagnose_command)
 app.command("audit")(with_options(audit_command, "gradveil.audits.settings:AuditSettings"))
 app.command("train-generator")(
     with_options(train_generator_command, "gradveil.generators.training:GeneratorSettings", "File for the weights.")

@@ -26,6 +26,16 @@ def load_weights(network: nn.Module, path: Path, private: Callable[[str], bool] 
             f"Weights {str(path)!r} must be a readable safetensors file, got: {error.__cause__ or error}. "
             "Save others with safetensors.torch.save_file(model.state_dict(), path); pickled ones are never opened."
         ) from error
+    fill(network, tensors, path, private)
+
+
+def fill(
+    network: nn.Module,
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    private: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Set a network's tensors to those of a file that was read, completely or not at all; see `load_weights`."""
     shared = {name: tensor for name, tensor in network.state_dict().items() if not private(name)}
     problems = misfits(shared, tensors)
     if problems:

@@ -1,6 +1,5 @@
 """Attack updates that any framework saved as files; write pictures and numbers to a folder."""
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -9,39 +8,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tomli_w
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradveil.attacks import Attack, build_attack
 from gradveil.attacks.parts.countermoves import countermoves
-from gradveil.data import load_dataset
-from gradveil.data.arrays import read_arrays
-from gradveil.data.pixels import to_batch, to_unit
-from gradveil.defences import build_defence
-from gradveil.engines.devices import defended
 from gradveil.engines.run_folder import RunFolder, to_lines
-from gradveil.engines.simulation import check_output, usable_device
-from gradveil.errors import ConfigError, DataError, RunFolderError, TrainingError
+from gradveil.engines.simulation import usable_device
+from gradveil.errors import ConfigError, RunFolderError, TrainingError
 from gradveil.metrics import align, schema_of, score_targets
 from gradveil.metrics.columns import STANDARD
-from gradveil.models import create_model, load_weights
-from gradveil.models.base import has_room, parse_normalisation
 from gradveil.randomness import stream
 from gradveil.report.pictures import strip_png
 from gradveil.rows import Schema
+from gradveil.runs.diagnose import diagnose_files
+from gradveil.runs.inputs import observe_files, read_truth
 from gradveil.runs.update_spec import UpdateSpec
-from gradveil.storage import load_tensors, read_metadata, to_safetensors, write_atomic
-from gradveil.threat import Known, Observation, Reconstruction
-from gradveil.threat.received import received
-from gradveil.threat.seen import hold_private
-from gradveil.types import Batch
-from gradveil.validate import in_range, is_file
-
-PUBLIC_IMAGES = 500
-"""An attack is given at most this many public images."""
-PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt")
+from gradveil.storage import to_safetensors, write_atomic
+from gradveil.threat import Observation, Reconstruction
+from gradveil.validate import in_range
 
 
 @dataclass(frozen=True)
@@ -97,10 +82,11 @@ def attack_files(
     spec = spec.resolved()
     chosen = build_attack(attack)
     _check_new(out)
-    seen = _observe(spec, model_file, updates, usable_device(device))
+    seen = observe_files(spec, model_file, updates, usable_device(device))
+    diagnoses = _diagnosed(spec, model_file, updates)
     _check_needs(chosen, seen)
     truth = scoring.truth
-    private = None if truth is None else _read_truth(truth, seen, spec.num_examples)
+    private = None if truth is None else read_truth(truth, seen, spec.num_examples)
     settings = {
         "attack": chosen.spec,
         "seed": seed,
@@ -127,7 +113,7 @@ def attack_files(
             "seconds": round(share, 3),
         }
         rows = [
-            scoring.schema.row("attack", facts | _found(seen, result, target, private, scoring))
+            scoring.schema.row("attack", facts | _found(seen, result, target, private, scoring, diagnoses[target]))
             for target in range(seen.num_targets)
         ]
         pictures = {f"images/target-{target}.png": strip_png(guess) for target, guess in enumerate(result.images)}
@@ -141,85 +127,6 @@ def attack_files(
         for name, content in files.items():
             write_atomic(out / name, content)
     return rows
-
-
-def read_update(path: Path) -> dict[str, Tensor]:
-    """Return a client's tensors by name, from safetensors or .npz; pickled files are never opened."""
-    _check_file(path)
-    return _read_arrays(path) if path.suffix.lower() == ".npz" else load_tensors(path)
-
-
-def _observe(spec: UpdateSpec, model_file: Path, updates: Sequence[Path], device: torch.device) -> Observation:
-    """Return what the files and the specification show a server."""
-    channels, height, width = spec.shape
-    shape = (channels, height, width)
-    defence = build_defence(spec.defence) if spec.defence else None
-    _check_file(model_file)
-    _check_size(spec, shape, model_file)
-    network: nn.Module = create_model(
-        spec.model, shape, spec.num_classes, seed=0, normalisation=parse_normalisation(spec.normalise, channels)
-    )
-    if defence is not None:
-        network = defended(network, defence, 0, "server")
-        hold_private(network, defence)
-    try:
-        load_weights(network, model_file, defence.private if defence else lambda _: False)
-    except ConfigError as error:
-        raise ConfigError(f"{error}{_other_defence(model_file, spec.defence)}") from error
-    check_output(network.to(device), shape, spec.num_classes, device)
-    return received(
-        network,
-        [read_update(path) for path in updates],
-        shape=shape,
-        num_classes=spec.num_classes,
-        kind=spec.kind,
-        lr=1.0 if spec.lr is None else spec.lr,
-        num_examples=spec.num_examples,
-        known=Known(
-            public_data=_public(spec.public_data, shape, device) if spec.public_data else None,
-            class_averages=_averages(spec, shape).to(device) if spec.class_averages else None,
-            labels=None if spec.labels is None else torch.tensor(spec.labels),
-            local_steps=spec.local_steps(),
-            defence=defence,
-        ),
-    )
-
-
-def _check_size(spec: UpdateSpec, shape: tuple[int, int, int], model_file: Path) -> None:
-    """Raise ConfigError before any memory is taken if a large model has more numbers than its file has bytes."""
-    given = model_file.stat().st_size
-    if not has_room(spec.model, shape, spec.num_classes, given):
-        raise ConfigError(
-            f"model must be that of {model_file}, got {spec.model!r} with more numbers than the file's {given:,} "
-            "bytes. Check the model, its settings, the shape and the number of classes."
-        )
-
-
-def _other_defence(model_file: Path, given: str) -> str:
-    """Return a hint if a file's metadata name another defence than the one given, or ""."""
-    with suppress(DataError):
-        saved = read_metadata(model_file).get("defence", "")
-        if saved and saved != (given or "none"):
-            return f" The file was saved under defence {saved!r}: put `defence = {json.dumps(saved)}` into the spec."
-    return ""
-
-
-def _public(dataset: str, shape: tuple[int, int, int], device: torch.device) -> Batch:
-    """Return the first test images of a data set."""
-    there = load_dataset(dataset)
-    if there.shape != shape:
-        raise ConfigError(f"public_data must be images of shape {shape}, got {there.shape} in {dataset!r}.")
-    return to_batch(there.test.images[:PUBLIC_IMAGES], there.test.labels[:PUBLIC_IMAGES]).to(device)
-
-
-def _averages(spec: UpdateSpec, shape: tuple[int, int, int]) -> Tensor:
-    """Return the mean image of each class, (classes, C, H, W) in [0, 1]."""
-    path = Path(spec.class_averages)
-    images = images_of(path)
-    if tuple(images.shape) != (spec.num_classes, *shape):
-        wanted = (spec.num_classes, *shape)
-        raise DataError(f"images of {path} must be an image per class, {wanted}, got {tuple(images.shape)}.")
-    return images.float()
 
 
 def _check_new(out: Path) -> None:
@@ -236,63 +143,22 @@ def _check_needs(attack: Attack, seen: Observation) -> None:
         raise ConfigError(f"Attack {attack.name!r} needs {', '.join(lacking)}, got none. State it in the --spec file.")
 
 
-def _check_file(path: Path) -> None:
-    if path.suffix.lower() in PICKLED:
-        raise ConfigError(
-            f"{path} must be a safetensors file, got a pickled one ({path.suffix}), which can run code and is never "
-            f"opened. Where it was made, convert it: safetensors.torch.save_file(tensors_by_name, "
-            f"{path.with_suffix('.safetensors').name!r})."
-        )
-    if not is_file(path):
-        raise ConfigError(f"There is no file {str(path)!r}. Check the path.")
-
-
-def _read_arrays(path: Path) -> dict[str, Tensor]:
-    """Return the arrays of an .npz file; uint8 stays uint8, all other types become float64."""
-    arrays = read_arrays(path, "an .npz file of arrays of numbers by name", widest=8)
-    odd = next((name for name, array in arrays.items() if array.dtype.kind not in "fiub"), None)
-    if odd is not None:
-        raise DataError(
-            f"{path} must be an .npz file of arrays of numbers by name, but it holds {odd} of type "
-            f"{arrays[odd].dtype}. "
-            "Save it again with numpy.savez; arrays of Python objects are not loaded."
-        )
-    return {
-        name: torch.from_numpy(array.copy() if array.dtype == np.uint8 else array.astype(np.float64))
-        for name, array in arrays.items()
-    }
-
-
-def _read_truth(path: Path, seen: Observation, num_examples: int | None) -> Tensor:
-    """Return the private images (T, B, C, H, W) in [0, 1].
-
-    The file may leave out B if each update has one image, and T if there is one update.
-    """
-    images, targets = images_of(path), seen.num_targets
-    got = tuple(images.shape)
-    if images.dim() == 4:
-        images = images[None] if targets == 1 else images[:, None]
-    fits = images.dim() == 5 and len(images) == targets and images.shape[2:] == seen.shape and len(images[0])
-    if not fits or (num_examples and images.shape[1] != num_examples):
-        size = f"({targets}, {num_examples or 'examples'}, {', '.join(map(str, seen.shape))})"
-        raise DataError(f"images of {path} must have shape {size}, got {got}.")
-    return images
-
-
-def images_of(path: Path) -> Tensor:
-    """Return the ``images`` of an .npz file as numbers in [0, 1]."""
-    _check_file(path)
-    arrays = _read_arrays(path)
-    if "images" not in arrays:
-        raise DataError(f"{path} must hold an array 'images', got {', '.join(arrays) or 'nothing'}.")
-    images = to_unit(arrays["images"], torch.float64)
-    if not bool(((images >= 0) & (images <= 1)).all()):
-        raise DataError(f"images of {path} must be bytes or numbers in [0, 1], got others. De-normalise them first.")
-    return images
+def _diagnosed(spec: UpdateSpec, model_file: Path, updates: Sequence[Path]) -> list[list[str]]:
+    """Return what is wrong with each update, in words; the attack runs nevertheless."""
+    try:
+        return [list(map(str, found)) for found in diagnose_files(model_file, updates, spec)]
+    except RuntimeError as error:  # a network that torch can't differentiate twice, or only on another device
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        return [[f"the update could not be diagnosed: {first}"] for _ in updates]
 
 
 def _found(
-    seen: Observation, result: Reconstruction, target: int, private: Tensor | None, scoring: Scoring
+    seen: Observation,
+    result: Reconstruction,
+    target: int,
+    private: Tensor | None,
+    scoring: Scoring,
+    diagnoses: Sequence[str],
 ) -> dict[str, Any]:
     """Return what the attack found for one target, with scores if the truth is known."""
     figures: dict[str, float | None] = {column.key: None for column in scoring.schema.metrics}
@@ -309,7 +175,7 @@ def _found(
         "attacker_loss": _number(float(result.loss[target])),
         "knows": seen.threat.names,
         "labels": result.labels[target].tolist(),
-        "why": result.why[target] if result.why else "",
+        "why": "; ".join(filter(None, [result.why[target] if result.why else "", *diagnoses])),
         "unmeasured": missing,
     }
 

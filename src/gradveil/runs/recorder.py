@@ -21,6 +21,7 @@ from gradveil.federated.steps import Stepper
 from gradveil.models import create_model
 from gradveil.models.base import parse_normalisation
 from gradveil.models.weights import misfits
+from gradveil.networks.watch import LayerCall, watch
 from gradveil.runs.explained import (
     CLOSE,
     RecordedBatch,
@@ -125,7 +126,7 @@ class Recorder:
         self._check()
         self._before = copy.deepcopy(self.model)
         self._hooks = ExitStack()
-        self._hooks.callback(self.model.register_forward_pre_hook(self._saw).remove)
+        self._hooks.enter_context(watch(self.model, [""], before=self._saw))
         self._hooks.callback(self.optimizer.register_step_pre_hook(self._steps_now).remove)
         self._hooks.callback(self.optimizer.register_step_post_hook(self._stepped).remove)
         for name, parameter in self.model.named_parameters():
@@ -163,11 +164,11 @@ class Recorder:
         if self.out.exists() and any(self.out.iterdir()):
             raise ConfigError(f"{self.out} must be new or empty, got a folder with files. Choose another `out`.")
 
-    def _saw(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _saw(self, call: LayerCall) -> None:
         """Note what the model is given, in which mode, and with which random numbers."""
-        images = inputs[0] if len(inputs) == 1 else None
+        images = call.inputs[0] if len(call.inputs) == 1 else None
         if isinstance(images, Tensor) and images.dim() == 4:
-            modes = {name: layer.training for name, layer in model.named_modules()}
+            modes = {name: layer.training for name, layer in call.layer.named_modules()}
             self._input = images.detach(), modes, torch.get_rng_state()
         else:
             self._input = None

@@ -48,7 +48,7 @@ class UpdateSpec:
         model: a model of the zoo or the user's own file.py:factory.
         shape: (C, H, W) of an image.
         num_classes: number of classes of the task.
-        kind: change (weights after minus weights before) or gradient.
+        kind: change (weights after minus weights before), weights (those after training) or gradient.
         lr: the clients' learning rate; a change needs it.
         num_examples: number of images behind each update.
         labels: labels of these images: one list for all updates, or a list per update.
@@ -109,10 +109,10 @@ class UpdateSpec:
             )
         in_range("num_classes", self.num_classes, 1)
         in_range("num_classes", self.num_classes, high=MAX_CLASSES)
-        one_of("kind", self.kind, ["change", "gradient"])
-        if self.kind == "change" and self.lr is None:
+        one_of("kind", self.kind, ["change", "weights", "gradient"])
+        if self.kind != "gradient" and self.lr is None:
             raise ConfigError(
-                "lr must be the clients' learning rate if kind is 'change', got none. Add a line: lr = ..."
+                f"lr must be the clients' learning rate if kind is {self.kind!r}, got none. Add a line: lr = ..."
             )
         if self.num_examples is not None:
             in_range("num_examples", self.num_examples, 1)
