@@ -226,7 +226,7 @@ def test_figures_are_estimated():
     assert "lr = 0.01" in told("rate ten times too large")
     assert "clip_norm = 0.5" in told("clipped")
     assert "prune:fraction=0.9" in told("pruned")
-    assert "standard deviation 0.1 " in told("very noisy").replace("0.0999", "0.1").replace("0.101", "0.1")
+    assert 'gaussian:std=0.1"' in told("very noisy")
 
 
 def test_the_command_prints_words_or_json(gradveil, tmp_path):
