@@ -1,7 +1,8 @@
 """A check of one's own model on one's own data: a short audit under one defence, and a verdict."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gradveil.audits.run import audit as run_audit
 from gradveil.audits.settings import make_audit_settings
 from gradveil.data import Dataset, Split
 from gradveil.data.own import every_fifth
+from gradveil.data.pixels import to_unit
 from gradveil.defences import Defence
 from gradveil.errors import ConfigError, DataError
 from gradveil.federated.protocol import Protocol
@@ -110,6 +112,8 @@ def check(  # noqa: PLR0913 - its arguments are the options of the command
         ConfigError: an argument is wrong; nothing was started.
     """
     data = loader if isinstance(loader, (str, Path, Dataset)) else dataset_of(loader, normalise)
+    if isinstance(data, Dataset) and isinstance(model, nn.Module):
+        data = replace(data, num_classes=max(data.num_classes, _outputs(model, data)))
     defended = defence not in ("none", "")
     given: dict[str, Any] = {**QUICK, **_protocol(protocol), "adaptive": defended, "normalise": normalise, **options}
     if "rounds" in options and "tap" not in options:
@@ -189,6 +193,14 @@ def _unit(images: Tensor, normalise: str) -> Tensor:
             'them: normalise="0.5/0.5", its mean and standard deviation.'
         )
     return images.clamp(0, 1)
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, data: Dataset) -> int:
+    """Return the number of a model's outputs: classes may be missing among the images."""
+    like = next(model.parameters())
+    outputs = copy.deepcopy(model).eval()(to_unit(data.train.images[:2]).to(like))
+    return int(outputs.shape[-1])
 
 
 def _is_pair(value: object) -> bool:
