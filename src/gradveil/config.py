@@ -65,7 +65,7 @@ class TrainSettings:
     partition: str = setting(
         "iid", "How training images are divided among clients: iid, by-class, label-parts or dirichlet."
     )
-    aux: str = setting("", "Data set of public images, for defences that use them; a guard trains on them.")
+    aux: str = setting("", "Data set of public images, for defences and models that use them; a guard trains on them.")
     sensitive: str = setting(
         "", "Images marked sensitive: a fraction per client, positions 0/5/7, or positions per client 3:0/5;4:1."
     )

@@ -430,6 +430,15 @@ COLUMNS = (
     Column("epsilon", "number", "ε", "Privacy budget of the whole training, as the defence states it", "g", True,
            ("round",), later=True),
     Column("delta", "number", "δ", "Chance that the stated budget does not hold", "g", tables=("round",), later=True),
+    Column("mu", "number", "μ", "Gaussian differential privacy of the same releases: telling two neighbouring data "
+           "sets apart is as hard as telling N(0, 1) from N(μ, 1)", "g", True, ("privacy", "utility", "costs", "round"),
+           later=True),
+    Column("identified_bound", "number", "Identified, at most", "Largest chance with which any attacker can pick the "
+           "true image out of 1,000, by μ", "%", True, ("privacy", "utility", "costs", "round"), later=True),
+    Column("mu", "number", "μ of the update", "Gaussian differential privacy of the attacked update", "g", True,
+           ("summary",), shown=False, later=True),
+    Column("identified_bound", "number", "Identified, at most", "Largest chance with which any attacker can pick the "
+           "true image out of 1,000 by the attacked update", "%", True, ("summary",), shown=False, later=True),
     Column("epsilon_hat", "number", "ε by canaries [99 %]", "Epsilon of the training that canaries measure, with its "
            "interval; 1e+09 means that no noise was found", "estimate", True, (*_COSTS, "round"), later=True),
     Column("epsilon_hat_low", "number", "ε by canaries, low", "Lower end of the interval", "g", shown=False,

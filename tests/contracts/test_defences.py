@@ -30,8 +30,10 @@ NO_HOOKS = (
     "check_images",
     "check_training",
     "overrides",
+    "planned",
     "require_pixels",
     "sends",
+    "training",
 )
 
 

@@ -11,8 +11,9 @@ from opacus import GradSampleModule
 from torch import nn
 
 from gradveil.config import TrainSettings
-from gradveil.defences import Arrived, Chain, Client, Releases, build_defence, dp_sgd
+from gradveil.defences import Arrived, Chain, Client, Releases, build_defence
 from gradveil.defences.dp_sgd import DpSgd
+from gradveil.defences.parts import clipped
 from gradveil.defences.parts.accounting import epsilon
 from gradveil.defences.prune import Prune
 from gradveil.engines.simulation import Simulation
@@ -75,7 +76,7 @@ def train(defence, model, data, how, lr=0.1):
 def test_the_gradient_is_the_naive_loops(count, clip, chunk):
     model, batch = make_model(), make_data(count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dp_sgd, "_MOST_EXAMPLES", chunk)
+        patch.setattr(clipped, "_MOST_EXAMPLES", chunk)
         found = replace(SHUFFLE, clip=clip).on_gradient(plain_gradient(model, batch), batch, make_client(model, batch))
     assert close(found, naive(model, batch, clip, count))
 
@@ -104,7 +105,7 @@ def test_it_reports_the_share_of_clipped_examples():
     clip = sorted(norms)[5] + 1e-9  # three are longer
     client = make_client(model, data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dp_sgd, "_MOST_EXAMPLES", 4)
+        patch.setattr(clipped, "_MOST_EXAMPLES", 4)
         replace(SHUFFLE, clip=clip).on_gradient(plain_gradient(model, data), data, client)
     assert client.reports.means() == {"dp_sgd_clipped": pytest.approx(3 / 9)}
 

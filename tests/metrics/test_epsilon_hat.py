@@ -11,7 +11,9 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from gradveil.defences.parts.accounting import epsilon
-from gradveil.metrics.epsilon_hat import MOST, epsilon_of, estimate
+from gradveil.defences.parts.gaussian_dp import MOST_EPSILON as MOST
+from gradveil.defences.parts.gaussian_dp import epsilon_of
+from gradveil.metrics.epsilon_hat import estimate
 
 
 def naive_delta(eps, mu):

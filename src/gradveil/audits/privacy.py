@@ -17,8 +17,9 @@ from gradveil.audits.stage import Imageless, views
 from gradveil.audits.views import CellView, private_batches, threat_of
 from gradveil.data import Dataset
 from gradveil.data.pixels import to_bytes, to_unit
-from gradveil.defences import Defence, build_defence
+from gradveil.defences import Defence, planned_defence
 from gradveil.engines.tripwire import inspect
+from gradveil.federated.budgets import budget_fields
 from gradveil.metrics import align, label_accuracy, score_targets
 from gradveil.metrics.base import is_guess
 from gradveil.metrics.recognition import OTHER_IMAGES
@@ -42,7 +43,8 @@ def attack_cell(
 
     ``out`` is the audit's folder, which holds the taps of the training.
     """
-    defence, attack = build_defence(cell.defence), build_attack(cell.attack).keeping(ITERATES)
+    defence = planned_defence(settings.training(cell.defence, cell.seed))
+    attack = build_attack(cell.attack).keeping(ITERATES)
     started = time.perf_counter()
     rule = yardstick(dataset, _every_target(settings, dataset, out), settings.seed)
     seen, empty = views(cell, settings, dataset, defence, attack, root, out)
@@ -106,8 +108,8 @@ def _attacked(
             "signal_to_noise": finite(view.noise[number]),
             "certificate": bounds[number],
             "tripwire": alarms[number],
-            "epsilon": finite(budget.epsilon if budget else None),
-            "delta": budget.delta if budget else None,
+            **dict.fromkeys(("epsilon", "delta")),
+            **budget_fields(budget),
             "why": "; ".join(filter(None, [found["why"], *scores[number]["unmeasured"]])),
         }
         told = list(result.flags[number]) if result.flags else []

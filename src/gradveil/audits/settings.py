@@ -11,6 +11,7 @@ from gradveil.errors import ConfigError
 from gradveil.federated.protocol import AGGREGATIONS, check_taps, default_taps
 from gradveil.metrics import build_metric, schema_of
 from gradveil.metrics.columns import STANDARD
+from gradveil.models.base import model_uses_aux
 from gradveil.registry import Component, convert, split_specs
 from gradveil.rows import Schema
 from gradveil.threat import Knowledge, ThreatModel
@@ -79,7 +80,7 @@ class AuditSettings:
     partition: str = setting(
         "iid", "How training images are split among clients: iid, by-class, label-parts, dirichlet."
     )
-    aux: str = setting("", "Data set of public images for defences that need some; a guard trains on them.")
+    aux: str = setting("", "Data set of public images, for defences and models that use them; a guard trains on them.")
     sensitive: str = setting("0.1", "Images marked sensitive: a fraction of each client's, or positions 0/5/7.")
     epochs: int = setting(1, "Local epochs per round, with --protocol fedavg.")
     batch_size: int = setting(32, "Images per local step, with --protocol fedavg; 0 is all images of the client.")
@@ -171,10 +172,11 @@ class AuditSettings:
         """Return the settings of the training whose updates are attacked and whose price is measured."""
         mine = {field.name for field in fields(self)}
         same = {field.name: getattr(self, field.name) for field in fields(TrainSettings) if field.name in mine}
-        aux = self.aux if build_defence(defence).uses_aux else ""
+        aux = self.aux if build_defence(defence).uses_aux or model_uses_aux(self.model) else ""
         lab = {"algorithm": "fedsgd", "batch_size": self.images, "weighting": "uniform"}  # equally many images each
         how = lab if self.protocol == "lab" else {}
-        return TrainSettings(**same | how | {"defence": defence, "seed": seed, "aux": aux})
+        asked = TrainSettings(**same | how | {"defence": defence, "seed": seed, "aux": aux})
+        return build_defence(defence).training(asked)
 
 
 EFFORTS = ("quick", "standard", "thorough")

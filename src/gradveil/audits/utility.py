@@ -3,19 +3,20 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from gradveil.audits.plan import Cell, Rows, facts_of, finite
+from gradveil.audits.plan import Cell, Rows, facts_of
 from gradveil.audits.settings import AuditSettings
 from gradveil.audits.tapping import save_taps, world_of
 from gradveil.data import Dataset
-from gradveil.defences import Budget, Defence
+from gradveil.defences import Budget
 from gradveil.engines.simulation import Simulation
+from gradveil.federated.budgets import budget_fields, weakest_budget
 from gradveil.federated.learning import at_chance
-from gradveil.federated.protocol import LocalSettings, Protocol
+from gradveil.federated.protocol import Protocol
 from gradveil.metrics.epsilon_hat import MEASURED, exceeding
 from gradveil.progress import tell
 from gradveil.storage import forget_states
@@ -74,8 +75,8 @@ def price_cell(
         "reports": row.get("reports"),
         **_times(ours, plain or ours),
         "rounds": training.rounds,
-        "epsilon": finite(budget.epsilon if budget else None),
-        "delta": budget.delta if budget else None,
+        **dict.fromkeys(("epsilon", "delta")),
+        **budget_fields(budget),
         **{key: row.get(key) for key in MEASURED},
         "seconds": round(time.perf_counter() - started, 3),
         "why": why,
@@ -113,22 +114,3 @@ def _worst_budget(simulation: Simulation) -> Budget | None:
     how, rounds = Protocol.of(simulation.settings).local, simulation.settings.rounds
     entries = sum(p.numel() for p in simulation.net.module.parameters() if p.requires_grad)
     return weakest_budget(simulation.defence, how, simulation.sizes, rounds, entries)
-
-
-def weakest_budget(
-    defence: Defence, how: LocalSettings, sizes: Iterable[int], rounds: int = 1, entries: int = 0
-) -> Budget | None:
-    """Return the weakest guarantee of any client that sends ``rounds`` updates, or None if there is none.
-
-    One update of a training has ``rounds=1`` and the same clients, so its epsilon is never above the training's.
-
-    Args:
-        defence: the clients' defence.
-        how: how they train.
-        sizes: the number of images of each client.
-        rounds: the number of updates that each client sends.
-        entries: the number of entries of the model.
-    """
-    budgets = [defence.budget(how.releases(size, rounds, entries)) for size in set(sizes)]
-    known = [budget for budget in budgets if budget is not None]
-    return max(known, default=None)

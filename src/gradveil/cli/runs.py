@@ -59,7 +59,7 @@ def train_command(
         "accuracy_majority": last.get("accuracy_majority"),
         "accuracy_sensitive": last["accuracy_sensitive"],
         "loss": last["loss"],
-        "epsilon": last.get("epsilon"),
+        **{key: last.get(key) for key in ("epsilon", "mu", "identified_bound")},
         **{key: last.get(key) for key in MEASURED},
         "accuracy_own_worst_client": min(row["accuracy_own"] for row in result.clients),
         "tripwire_warnings": sum(warned) if warned else None,

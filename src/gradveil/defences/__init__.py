@@ -1,7 +1,7 @@
 """Defences, one file each; base.py has the hooks."""
 
 from gradveil.defences.base import HOOKS, Client, Defence, Perturbation, Server
-from gradveil.defences.chain import Chain, build_defence, member, required
+from gradveil.defences.chain import Chain, build_defence, member, planned_defence, required
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.parts.accounting import Budget, Releases
 
@@ -18,5 +18,6 @@ __all__ = [
     "Server",
     "build_defence",
     "member",
+    "planned_defence",
     "required",
 ]

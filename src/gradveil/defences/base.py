@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from gradveil.config import TrainSettings
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.parts.accounting import Budget, Releases
 from gradveil.defences.parts.reports import Reports
@@ -26,6 +27,7 @@ HOOKS = (
     "on_gradient",
     "on_update",
     "on_server",
+    "on_aggregate",
     "early_clients",
     "public",
 )
@@ -82,6 +84,7 @@ class Server:
         public: tensors broadcast beside the model in this round (empty while ``public`` itself runs).
         state: server-side tensors that survive rounds and are part of the checkpoint.
         rng: public random stream of the server and round, on the CPU.
+        lr: the clients' learning rate in this round.
     """
 
     round: int
@@ -89,6 +92,7 @@ class Server:
     public: Tensors
     state: MutableMapping[str, Tensor]
     rng: torch.Generator
+    lr: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,14 @@ class Defence(Component):
         """Turn what one client sent into an update that can be aggregated (e.g. decompress it)."""
         return update
 
+    def on_aggregate(self, total: Update, server: Server) -> Update:
+        """Replace the weighted sum of a round's updates, which is about to be added to the model.
+
+        The server has nothing else here, so that it works under secure aggregation too. Entries are float64, and the
+        number of examples is that of all clients together.
+        """
+        return total
+
     def early_clients(self, num_clients: int) -> tuple[int, ...]:
         """Return the clients that train before the others in every round; ``public`` receives their updates."""
         return ()
@@ -175,6 +187,20 @@ class Defence(Component):
         overrides ``on_server`` should override this too. Not a hook.
         """
         return None if self.overrides("on_server") else update
+
+    def training(self, settings: TrainSettings) -> TrainSettings:
+        """Return the settings with which clients train under this defence, by default those asked for. Not a hook.
+
+        Applied twice, it must return the same as once.
+        """
+        return settings
+
+    def planned(self, settings: TrainSettings) -> "Defence":
+        """Return this defence with what it needs to know of a training, or raise `ConfigError`. Not a hook.
+
+        A defence whose noise depends on the number of rounds or clients learns both here; most return themselves.
+        """
+        return self
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
         """Raise `ConfigError` before training if this network (after ``on_model``) can't be protected. Not a hook.
@@ -217,6 +243,11 @@ class Defence(Component):
     def counts_early(self) -> bool:
         """Return whether the early clients' updates are aggregated with the others."""
         return True
+
+    @property
+    def fewest_clients(self) -> int:
+        """Return the number of clients without whom the sum of a round's updates must not be opened."""
+        return 1
 
     @property
     def draws_own_batch(self) -> bool:

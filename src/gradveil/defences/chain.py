@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from gradveil.config import TrainSettings
 from gradveil.defences.base import Client, Defence, Server
 from gradveil.defences.countermove import Arrived, Countermove, combined
 from gradveil.defences.parts.accounting import Budget, Releases
@@ -46,6 +47,11 @@ def build_defence(spec: str) -> Defence:
     pieces = re.split(r"\+(?=[A-Za-z./~])", spec)
     members = tuple(build(Defence, piece) for piece in pieces)
     return members[0] if len(members) == 1 else Chain(members)
+
+
+def planned_defence(settings: TrainSettings) -> Defence:
+    """Build the defence of a training, with what it needs to know of it. Raise `ConfigError` if both do not fit."""
+    return build_defence(settings.defence).planned(settings)
 
 
 def member(defence: Defence, kind: type[D]) -> D | None:
@@ -152,6 +158,20 @@ class Chain(Defence):
             update = defence.on_server(update, own)
         return update
 
+    def on_aggregate(self, total: Update, server: Server) -> Update:
+        """Apply each member to the sum of a round's updates, last first."""
+        for defence, own in reversed(list(self._members(server))):
+            total = defence.on_aggregate(total, own)
+        return total
+
+    def training(self, settings: TrainSettings) -> TrainSettings:
+        """Let each member change the settings of the training."""
+        return functools.reduce(lambda known, defence: defence.training(known), self.defences, settings)
+
+    def planned(self, settings: TrainSettings) -> "Chain":
+        """Return the chain of its members as they are in a training."""
+        return Chain(tuple(defence.planned(settings) for defence in self.defences))
+
     def sends(self, update: Update) -> Update | None:
         """Return what each member makes of the form that the one before it sends, or None if one can't tell."""
         form: Update | None = update
@@ -205,6 +225,11 @@ class Chain(Defence):
             for name, move in each[1:]:
                 found.setdefault(name, functools.reduce(combined, [*first[:position], move, *first[position + 1 :]]))
         return found
+
+    @property
+    def fewest_clients(self) -> int:
+        """The largest number that any member needs in a sum."""
+        return max((defence.fewest_clients for defence in self.defences), default=1)
 
     @property
     def counts_early(self) -> bool:

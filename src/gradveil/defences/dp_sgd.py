@@ -1,34 +1,33 @@
 """Differentially private SGD: clip per-example gradients and add Gaussian noise in every local step."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.defences.base import Client, Defence
 from gradveil.defences.clip import clip_rows
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.defences.parts.accounting import Budget, Releases, epsilon
-from gradveil.defences.parts.grid import gaussian_steps, grid_of, in_steps
+from gradveil.defences.parts.clipped import (
+    BELOW,
+    clipped_sum,
+    refuse_mixing,
+    refuse_mixing_layers,
+    refuse_moved_buffers,
+)
+from gradveil.defences.parts.grid import gaussian_steps, grid_of
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.networks.grads import example_gradients
-from gradveil.networks.mixing import frozen_norms, mixing_layer, random_images
+from gradveil.networks.mixing import frozen_norms, random_images
 from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Tensors, Update
 from gradveil.validate import in_range, one_of
 
 _BATCH_SIZE, _NUM_EXAMPLES = "batch_size", "num_examples"
-_MOST_ENTRIES, _MOST_EXAMPLES = 2**25, 64
-_BELOW = 1 - 2.0**-20
-"""Gradients are clipped to this share of the bound, so that rounding never exceeds it."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +92,14 @@ class DpSgd(Defence):
         for training in (True, False):
             copied = frozen_norms(network, training=training)
             try:
-                _refuse_mixing(copied, random_images(copied, shape))
+                refuse_mixing(self.name, copied, random_images(copied, shape))
             except DefenceError as error:
                 raise ConfigError(str(error)) from error
 
     def check_training(self, network: nn.Module) -> None:
         """Raise `ConfigError` if a layer mixes images or tracks their statistics."""
         try:
-            _refuse_mixing_layers(network)
+            refuse_mixing_layers(self.name, network)
         except DefenceError as error:
             raise ConfigError(str(error)) from error
 
@@ -120,27 +119,19 @@ class DpSgd(Defence):
 
     def on_gradient(self, gradient: Tensors, batch: Batch, client: Client) -> Tensors:
         """Compute per-example gradients of the batch, and return their clipped and noisy mean."""
-        _refuse_mixing_layers(client.model)
-        entries = sum(tensor.numel() for tensor in gradient.values())
-        size = max(1, min(_MOST_EXAMPLES, _MOST_ENTRIES // max(entries, 1)))
-        total = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in gradient.items()}
-        for start in range(0, len(batch), size):
-            part = self._clipped_sum(batch[slice(start, start + size)], client)
-            total = {name: tensor + part[name] for name, tensor in total.items()}
+        refuse_mixing_layers(self.name, client.model)
+        bound = self.clip * BELOW if self.noise else self.clip
+        total, share = clipped_sum(client.model, batch, gradient, bound, self._grid if self.noise else 0.0, self.clip)
+        client.report("dp_sgd_clipped", share, weight=len(batch))
         expected = int(client.state.get(_BATCH_SIZE, torch.tensor(len(batch))))
         noisy = {name: self._noisy(tensor, client.rng) / max(expected, 1) for name, tensor in total.items()}
         return {name: tensor.to(gradient[name].dtype) for name, tensor in noisy.items()}
 
     def on_update(self, update: Update, client: Client) -> Update:
         """Raise `DefenceError` if buffers changed or the network mixes images; state the expected number of images."""
-        moved = [name for name, change in update.buffers.items() if bool(change.any())]
-        if moved:
-            raise DefenceError(
-                f"Defence 'dp-sgd' protects gradients only, but local training also changed {', '.join(moved[:3])}, "
-                "which would be sent. Freeze these layers (--batch-norm freeze), or use a model with GroupNorm."
-            )
+        refuse_moved_buffers(self.name, update)
         _, *shape = client.data.images.shape
-        _refuse_mixing(client.model, random_images(client.model, shape))  # private images would make the error a leak
+        refuse_mixing(self.name, client.model, random_images(client.model, shape))  # never on private images
         client.state.pop(_BATCH_SIZE, None)
         expected = client.state.pop(_NUM_EXAMPLES, None)
         return update if expected is None else replace(update, num_examples=min(int(expected), len(client.data)))
@@ -173,29 +164,6 @@ class DpSgd(Defence):
         )
         return Budget(max(one, whole), self.delta)
 
-    def _clipped_sum(self, batch: Batch, client: Client) -> dict[str, Tensor]:
-        """Return the exact sum of per-example gradients, each scaled to a norm of at most ``clip``, in steps.
-
-        A gradient with NaN or infinity counts as zero. An error would tell the server, without any noise, that some
-        image overflows under the weights that it chose.
-        """
-        each = _gradients(client.model, batch)  # (N, ...) by name
-        norms = _norms(each)  # (N,)
-        client.report("dp_sgd_clipped", float(norms.gt(self.clip).float().mean()), weight=len(batch))
-        bound = self.clip * _BELOW if self.noise else self.clip
-        factors = 1 / (norms / bound).clamp(min=1.0)
-        return {name: self._sum(tensor, factors) for name, tensor in each.items()}
-
-    def _sum(self, each: Tensor, factors: Tensor) -> Tensor:
-        """Return the sum of one tensor's per-example gradients (N, ...), each times its factor, in steps.
-
-        All of it is in float64: a tiny factor has few digits in float32, so that its product could exceed the bound.
-        """
-        rows = each.double().flatten(1) if each.dim() > 1 else each.double()[:, None]
-        clipped = rows.masked_fill(factors.eq(0)[:, None], 0.0) * factors[:, None]
-        steps = in_steps(clipped, self._grid) if self.noise else clipped
-        return steps.sum(0).view(each.shape[1:])
-
     def _noisy(self, steps: Tensor, rng: SecretStream) -> Tensor:
         """Add the noise to a sum in steps, and return the result in the unit of gradients."""
         noise = gaussian_steps(steps, self.noise * self.clip, self._grid, rng) if self.noise else 0.0
@@ -205,50 +173,3 @@ class DpSgd(Defence):
     def _grid(self) -> float:
         """Return the step of the grid on which gradients are added; without noise there is none, and gradients stay."""
         return grid_of(self.noise * self.clip, bound=self.clip) if self.noise else 1.0
-
-
-def _norms(each: Tensors) -> Tensor:
-    """Return the norms (N,) of per-example gradients (N, ...) in float64; infinity for one with NaN or infinity."""
-    parts = [torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float64) for tensor in each.values()]
-    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
-    return norms.nan_to_num(nan=math.inf, posinf=math.inf)
-
-
-def _gradients(network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return per-example gradients in the network's current mode; one by one if layers draw random numbers."""
-    if not any(isinstance(layer, _DropoutNd) and layer.training for layer in network.modules()):
-        try:
-            with torch.random.fork_rng(devices=[]):
-                return example_gradients(network, batch.images, batch.labels)
-        except RuntimeError as error:
-            if "randomness error mode" not in str(error):  # torch.func's error for a network that draws random numbers
-                raise
-    wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-    rows = []
-    for index in range(len(batch)):
-        one = batch[slice(index, index + 1)]
-        with torch.enable_grad():
-            loss = F.cross_entropy(network(one.images), one.labels)
-        rows.append(torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True))
-    return {name: torch.stack(column) for name, column in zip(wanted, zip(*rows, strict=True), strict=True)}
-
-
-def _refuse_mixing(network: nn.Module, images: Tensor) -> None:
-    """Raise `DefenceError` if an image's result depends on the others: then clipping would not bound its effect."""
-    layer = mixing_layer(network, images)
-    if layer is not None:
-        raise DefenceError(
-            f"Defence 'dp-sgd' needs a network that treats each image by itself, but {layer} mixes the images of a "
-            "batch. Use a network without statistics over the batch (GroupNorm, --batch-norm freeze)."
-        )
-
-
-def _refuse_mixing_layers(network: nn.Module) -> None:
-    for name, layer in network.named_modules():
-        mixes = isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
-        tracks = isinstance(layer, _NormBase) and layer.training and layer.running_mean is not None
-        if mixes or tracks:
-            raise DefenceError(
-                f"Defence 'dp-sgd' needs per-example gradients, but {name!r} ({type(layer).__name__}) mixes "
-                "images or tracks their statistics. Train with --batch-norm freeze, or use a model with GroupNorm."
-            )

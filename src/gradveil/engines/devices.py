@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
 from gradveil.defences.base import Client, Defence
+from gradveil.engines.feature_store import FeatureStore
 from gradveil.engines.tripwire import guard
 from gradveil.errors import ConfigError, RunFolderError
 from gradveil.federated.client import Broadcast, Device, Played, Score, Streams, batch_positions, play_client, score
@@ -43,10 +44,15 @@ def chunks(data: FederatedData, request: ScoreRequest) -> range:
 
 
 def make_network(
-    settings: TrainSettings, shape: tuple[int, int, int], num_classes: int, normalisation: Normalisation | None
+    settings: TrainSettings,
+    shape: tuple[int, int, int],
+    num_classes: int,
+    normalisation: Normalisation | None,
+    aux: Batch | None = None,
 ) -> nn.Module:
-    """Return the undefended network of a run, the same in every process."""
-    network = create_model(settings.model, shape, num_classes, settings.seed, normalisation)
+    """Return the undefended network of a run, the same in every process; some models are made of public images."""
+    public = None if aux is None else aux.images
+    network = create_model(settings.model, shape, num_classes, settings.seed, normalisation, public)
     if settings.weights:
         load_weights(network, Path(settings.weights))
     return network
@@ -60,7 +66,11 @@ def defended(network: nn.Module, defence: Defence, seed: int, owner: str) -> nn.
 
 def refuse_in_part(defence: Defence, settings: TrainSettings) -> None:
     """Raise if only some clients defend, but the defence changes the network or involves the server."""
-    common = [hook for hook in ("on_model", "private", "on_server", "early_clients") if defence.overrides(hook)]
+    common = [
+        hook
+        for hook in ("on_model", "private", "on_server", "on_aggregate", "early_clients")
+        if defence.overrides(hook)
+    ]
     if settings.defended and common:
         raise ConfigError(
             f"defended must be empty for a defence that server and clients share, got it with {defence.spec!r} "
@@ -134,6 +144,7 @@ class Devices:
         hooks = ("on_data", "on_batch", "on_gradient", "on_update")
         aux = data.aux if defence.uses_aux else None
         self._aux = None if aux is None else aux.to(settings.device)
+        self._features = FeatureStore(self._net.module)
         self._stateful = bool(self._server_private) or any(defence.overrides(hook) for hook in hooks)
 
     def _flat(self, owner: str, seed: int) -> FlatModel:
@@ -158,6 +169,7 @@ class Devices:
                 _keep_data(client)
             if self._settings.tripwire != "off":
                 guard(self._settings.tripwire, client)
+            self._features.use(f"client {number}", client.data.images, folder)
 
         streams = replace(
             Streams.of(self._seed, number, broadcast.round),
@@ -167,7 +179,7 @@ class Devices:
         tap = self.tap if self.tap is not None and self.tap.wants(number, broadcast.round) else None
         shown: list[Batch] = []
         watch = None if tap is None else shown.append
-        with _explain_single_image():
+        with _explain_single_image(), self._features.released():
             played = play_client(self._net, device, broadcast, defence, self._how, streams, ready=ready, watch=watch)
         if tap is not None:
             behind = self._private(number, broadcast.round)
@@ -194,7 +206,13 @@ class Devices:
             else:
                 self._restore(request.client, after_round + 1, self._private_folder(request.client))
         batch = self._data.images(request.images, request.client, start, start + chunk_size(self._data.shape))
-        return score(self._net.module, batch.to(self._settings.device))
+        batch = batch.to(self._settings.device)
+        with self._features.released():
+            if request.images == "test":
+                self._features.use(f"test {start}", batch.images)
+            elif request.client is not None:
+                self._features.recall(f"client {request.client}")
+            return score(self._net.module, batch)
 
     def inspect(self, number: int, after_round: int, received: Tensor) -> None:
         """Let a client check a model with its tripwire before it is scored on its own images."""

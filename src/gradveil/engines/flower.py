@@ -20,7 +20,7 @@ import numpy as np
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
 from gradveil.data.federated import FederatedData
-from gradveil.defences import Defence, build_defence
+from gradveil.defences import Defence, build_defence, planned_defence
 from gradveil.engines.devices import make_network
 from gradveil.engines.in_process import InProcess
 from gradveil.engines.messages import listed, read_arrays, read_config, whole
@@ -35,6 +35,7 @@ from gradveil.errors import ConfigError, GradveilError, MessageError
 from gradveil.federated.answers import ExpectedUpdate, check_score, check_sent
 from gradveil.federated.client import Score
 from gradveil.federated.server import Engine, Missing, ScoreRequest, Sent, last_rounds
+from gradveil.models.trunk import Trunk, trunk_of
 from gradveil.registry import convert
 from gradveil.types import Tensors, Update
 from gradveil.validate import in_range
@@ -102,6 +103,11 @@ class FlowerEngine:
         self._nodes = [found[number].node for number in range(settings.clients)]
         self.sizes = [found[number].images for number in range(settings.clients)]
         self.num_sensitive = sum(each.sensitive for each in found.values())
+
+    def pin(self, trunk: Trunk | None) -> None:
+        """Tell sites which frozen part the server's network has; a site that has built another one refuses."""
+        if trunk is not None:
+            self._network["trunk"] = trunk.fingerprint
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
@@ -250,7 +256,8 @@ def flower_training(
     wait: float = 600.0,
 ) -> Training:
     """Return the server's side of a run over Flower; of ``dataset`` only the test images are used."""
-    defence = build_defence(settings.defence)
+    settings = build_defence(settings.defence).training(settings)
+    defence = planned_defence(settings)
     check_choices(settings, defence)
     if settings.canaries:
         raise ConfigError(
@@ -267,6 +274,7 @@ def flower_training(
     expected = ExpectedUpdate.of(net.to_update(net.values[net.shared], 0), defence, limits.max_norm)
     nodes = Nodes(grid, timeout, wait)
     engine = FlowerEngine(nodes, settings, defence, dataset, here, expected, limits)
+    engine.pin(trunk_of(net.module))
     refuse_unmarked(defence, engine.num_sensitive)
     return Training(settings, defence, net, engine, engine.sizes, has_sensitive=bool(engine.num_sensitive))
 

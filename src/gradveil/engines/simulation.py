@@ -24,7 +24,7 @@ from gradveil.federated.client import check_trainable
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import Protocol
 from gradveil.federated.server import Engine, Round, last_rounds, learning_rate
-from gradveil.models.base import Normalisation, parse_normalisation
+from gradveil.models.base import Normalisation, model_uses_aux, parse_normalisation
 from gradveil.storage import PrivateFolder
 from gradveil.threat.tap import Tap
 
@@ -68,7 +68,9 @@ class Simulation(Training):
         if live and workers:
             raise ConfigError(f"workers must be 0 when a defence or network object is given, got {workers}.")
         self._tap: Tap | None = None
-        defence = defence or build_defence(settings.defence)
+        given = defence or build_defence(settings.defence)
+        settings = given.training(settings)
+        defence = given.planned(settings)
         check_choices(settings, defence)
         device = usable_device(settings.device)
         self.dataset = dataset or load_dataset(settings.dataset, data_root)
@@ -79,7 +81,7 @@ class Simulation(Training):
         refuse_unmarked(defence, self.data.count("sensitive", None))
         shape, num_classes = self.dataset.shape, self.dataset.num_classes
         normalisation = chosen_normalisation(settings.normalise, self.dataset)
-        build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation))
+        build_network = network or (lambda: make_network(settings, shape, num_classes, normalisation, self.data.aux))
         net = server_network(settings, defence, build_network, shape, num_classes)
         self._canaries = Canaries.beside(settings, defence, net, self.data.sizes, shape) if settings.canaries else None
         self._stack = ExitStack()
@@ -150,8 +152,11 @@ def check_choices(settings: TrainSettings, defence: Defence) -> None:
             f"aggregation must be none for defence {defence.spec!r}, whose server works on single updates, got "
             "'secure'. Drop --aggregation."
         )
-    if settings.aux and not defence.uses_aux:
-        raise ConfigError(f"aux is for defences that use public images, got it with {defence.spec!r}. Drop --aux.")
+    if settings.aux and not (defence.uses_aux or model_uses_aux(settings.model)):
+        raise ConfigError(
+            f"aux is for defences and models that use public images, got it with {defence.spec!r} and "
+            f"{settings.model!r}. Drop --aux."
+        )
 
 
 def deal(dataset: Dataset, settings: TrainSettings, defence: Defence, aux: Dataset | None) -> FederatedData:
@@ -164,7 +169,7 @@ def deal(dataset: Dataset, settings: TrainSettings, defence: Defence, aux: Datas
         settings.seed,
         aux,
         defence.early_clients(settings.clients),
-        defence.aux_labels,
+        defence.aux_labels and defence.uses_aux,
     )
 
 

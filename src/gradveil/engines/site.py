@@ -15,7 +15,7 @@ from gradveil.config import TrainSettings, make_train_settings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.federated import FederatedData, federate
 from gradveil.data.sensitive import mark_sensitive
-from gradveil.defences import Defence, build_defence
+from gradveil.defences import Defence, build_defence, planned_defence
 from gradveil.engines.devices import Devices, make_network
 from gradveil.engines.messages import listed, num_bytes, read_config, whole
 from gradveil.engines.run_folder import fingerprint, settings_hash
@@ -26,6 +26,7 @@ from gradveil.engines.site_policy import SitePolicy, agree, read_policy
 from gradveil.errors import ConfigError, MessageError
 from gradveil.models import Normalisation
 from gradveil.models.base import has_room
+from gradveil.models.trunk import trunk_of
 from gradveil.storage import PrivateFolder, write_atomic
 
 from flwr.app import Context, RecordDict  # isort: skip - messages says if it is missing
@@ -72,8 +73,12 @@ class Site:
         if not has_room(self.settings.model, self.data.shape, num_classes, num_bytes(content, "model")):
             raise MessageError("A message must hold the model that it describes, got a description of a larger one.")
         normalisation = _normalisation(asked) if "mean" in asked else None
-        network = partial(make_network, self.settings, shape, num_classes, normalisation)
-        return Devices(self.settings, self.data, self.defence, network, self.folder, self.seed)
+        network = partial(make_network, self.settings, shape, num_classes, normalisation, self.data.aux)
+        devices = Devices(self.settings, self.data, self.defence, network, self.folder, self.seed)
+        trunk = trunk_of(devices.net.module)
+        if asked.get("trunk", "") != ("" if trunk is None else trunk.fingerprint):
+            raise refused("trunk", "The frozen part of the server's model is not the one that this site has built.")
+        return devices
 
     def require_state(self, devices: Devices, content: RecordDict) -> None:
         """Raise if this client has lost its private state since the last round that it answered.
@@ -101,8 +106,11 @@ def open_site(context: Context, data: Callable[[Context], Dataset] | None) -> It
     """Open the site that its policy and the run's settings describe. Raise if the site does not agree to the run."""
     policy, asked = read_policy(context.node_config), run_settings(context)
     settings = agree(policy, asked, own_data=data is not None)
-    defence, number = build_defence(settings.defence), policy.partition_id
+    settings = build_defence(settings.defence).training(settings)
+    defence, number = planned_defence(settings), policy.partition_id
     check_choices(settings, defence)
+    if defence.fewest_clients > 1:
+        raise refused("sums", f"Sites send their updates in the open, where {defence.spec!r} protects too little.")
     run = settings_hash(asked)
     folder = Path(policy.private_folder) / run
     with open_ledger(Path(policy.private_folder) / f"ledger-{number}.json") as book:

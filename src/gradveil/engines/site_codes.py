@@ -44,8 +44,10 @@ CODES: Mapping[str, tuple[type[GradveilError], str]] = {
     "shared-model": (RefusedError, "It scores test images only for its own model, one with private parts."),
     "state": (RunFolderError, "Its private state, keys for example, is lost or damaged."),
     "step": (ConfigError, "The run's momentum is above its limit, or lr times weight-decay is above 1."),
+    "sums": (ConfigError, "The run's defence shares its noise among clients, which needs secure aggregation."),
     "training-images": (RefusedError, "It gives no scores of its training images."),
     "tripwire": (TripwireError, "It found a trap in the model that it received."),
+    "trunk": (ConfigError, "The frozen part of its model is not the server's: other public pictures or weights."),
     "unmarked": (ConfigError, "The defence protects marked images only, and the site has marked none."),
     "weights": (RefusedError, "It scores only the weights of rounds that it answered."),
 }

@@ -16,6 +16,7 @@ from gradveil.defences import Defence
 from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
 from gradveil.engines.tripwire import hearing
 from gradveil.errors import DivergedError, RunFolderError
+from gradveil.federated.budgets import budget_fields, weakest_budget
 from gradveil.federated.client import Score
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.learning import at_chance, several
@@ -116,10 +117,18 @@ class Training:
             row["tripwire_warnings"] = len(alarms)  # clients that found a trap
         if played.dropped:
             row["dropped"] = list(played.dropped.values())  # each reason names its client
+        if number == self.settings.rounds and not self.settings.defended:
+            row |= self._budget(number)
         if self.defence.reports:
             row["reports"] = {n: v if math.isfinite(v) else None for n, v in sorted(played.reports.items())}
         Schema(COLUMNS).check("round", row)
         return row, played
+
+    def _budget(self, rounds: int) -> Row:
+        """Return what the defence guarantees to every client after this many rounds, or nothing if it states none."""
+        entries = sum(p.numel() for p in self.net.module.parameters() if p.requires_grad)
+        how = Protocol.of(self.settings).local
+        return budget_fields(weakest_budget(self.defence, how, self.sizes, rounds, entries))
 
     def client_rows(self, round_number: int) -> list[Row]:
         """Return one row per client: its size, and its model's accuracy on its own training images and on test images.

@@ -27,7 +27,7 @@ from torch import Tensor
 from gradveil import errors
 from gradveil.config import TrainSettings
 from gradveil.data.federated import FederatedData
-from gradveil.defences.chain import build_defence
+from gradveil.defences.chain import planned_defence
 from gradveil.engines.devices import Devices, chunks, make_network
 from gradveil.engines.shared_file import SharedFile
 from gradveil.engines.tripwire import TripwireWarning, announce, hearing
@@ -273,8 +273,8 @@ def _build_devices(blueprint: Blueprint, data: FederatedData) -> Devices:
     return Devices(
         settings,
         data,
-        build_defence(settings.defence),
-        lambda: make_network(settings, blueprint.shape, blueprint.num_classes, blueprint.normalisation),
+        planned_defence(settings),
+        lambda: make_network(settings, blueprint.shape, blueprint.num_classes, blueprint.normalisation, data.aux),
         blueprint.clients_folder,
     )
 

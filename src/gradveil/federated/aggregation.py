@@ -52,25 +52,33 @@ class Aggregate:
     def __init__(self, weight_sum: float = 1.0) -> None:
         self._share = 1 / weight_sum if weight_sum else 0.0  # no drawn client has weight: nothing moves
         self._totals: dict[str, Tensor] = {}
+        self._buffers: set[str] = set()
+        self._examples = 0
 
     def add(self, update: Update, weight: float) -> None:
         """Add one client's update."""
+        self._buffers |= update.buffers.keys()
+        self._examples += update.num_examples if weight else 0
         for tensors, factor in ((update.tensors, weight), (update.buffers, weight * self._share)):
             for name, tensor in tensors.items():
                 change = tensor.double() * factor
                 self._totals[name] = self._totals[name].add_(change) if name in self._totals else change
 
-    def apply(self, model: Tensors, factor: float = 1.0) -> dict[str, Tensor]:
-        """Return the model plus the sum; every tensor of the model must have been updated, and no other.
+    def total(self, factor: float = 1.0) -> Update:
+        """Return the sum, in float64, times a factor: if updates are missing, it restores the sum of the weights."""
+        scaled = self._totals if factor == 1 else {name: total * factor for name, total in self._totals.items()}
+        tensors = {name: total for name, total in scaled.items() if name not in self._buffers}
+        return Update(tensors, self._examples, {name: scaled[name] for name in scaled if name in self._buffers})
 
-        ``factor`` multiplies the sum: if updates are missing, it gives the weights of the others their old sum.
-        """
-        if self._totals.keys() != model.keys():
-            odd = sorted(self._totals.keys() ^ model.keys())
+    def apply(self, model: Tensors, total: Update | None = None) -> dict[str, Tensor]:
+        """Return the model plus the sum, or another ``total``; it must have every tensor of the model, and no other."""
+        total = self.total() if total is None else total
+        totals = {**total.tensors, **total.buffers}
+        if totals.keys() != model.keys():
+            odd = sorted(totals.keys() ^ model.keys())
             raise DefenceError(
                 f"Updates must hold the shared tensors of the model after on_server, got others: {', '.join(odd[:5])}."
             )
-        totals = self._totals if factor == 1 else {name: total * factor for name, total in self._totals.items()}
         moved = {
             name: (tensor.double() + totals[name].to(tensor.device)).to(tensor.dtype) for name, tensor in model.items()
         }

@@ -7,8 +7,9 @@ The vector is laid out as::
                            \___________ shared ___________/
 
 Both the trained and the shared part are contiguous. Integer buffers (BatchNorm's ``num_batches_tracked``) stay outside:
-they are never sent, and every client's round begins with their initial value. Parameters that do not require a gradient
-count as buffers: they are broadcast but not trained.
+they are never sent, and every client's round begins with their initial value. So do all tensors of a frozen trunk
+(`gradveil.models.trunk`), which never change. Other parameters that do not require a gradient count as buffers: they
+are broadcast but not trained.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.errors import ConfigError
+from gradveil.models.trunk import frozen_names
 from gradveil.types import Tensors, Update
 
 
@@ -56,11 +58,14 @@ class FlatModel:
 
     def __init__(self, module: nn.Module, private: Callable[[str], bool] = lambda _: False) -> None:
         groups: list[dict[str, Tensor]] = [{}, {}, {}, {}]
+        frozen = frozen_names(module)
         for name, parameter in module.named_parameters():
+            if name in frozen:
+                continue
             hidden = private(name)
             groups[(0 if hidden else 1) if parameter.requires_grad else (3 if hidden else 2)][name] = parameter
         for name, buffer in module.named_buffers():
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and name not in frozen:
                 groups[3 if private(name) else 2][name] = buffer
         kinds = {(tensor.dtype, tensor.device) for group in groups for tensor in group.values()}
         if len(kinds) != 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -170,7 +170,7 @@ def play_round(
     reports: list[Mapping[str, float]] = []
     dropped: dict[int, str] = {}
     norms: dict[int, float] = {}
-    server = Server(number, network, {}, state, stream(settings.seed, "server", number))
+    server = Server(number, network, {}, state, stream(settings.seed, "server", number), lr)
 
     # Step 1: choose who trains; early clients always do.
     early = defence.early_clients(len(sizes))
@@ -205,16 +205,27 @@ def play_round(
 
     # Step 3: the others train, and each update is added when it arrives.
     others = [client for client in weights if client not in early]
-    for _ in collect(others, Server(number, network, public, state, server.rng)):
+    server = replace(server, public=public)
+    for _ in collect(others, server):
         pass
 
-    # Step 4: the sum of the weighted updates moves the global model.
+    # Step 4: the sum of the weighted updates moves the global model; the defence may make a step of its own of it.
     used = tuple(client for client in (*early, *others) if client not in dropped)
-    factor = _rescaled(weights, dropped)
+    _require_enough(len(used) - len(early), defence)
+    total = defence.on_aggregate(aggregate.total(_rescaled(weights, dropped)), server)
     means = mean_over_clients(reports)
     with naming_the_largest(number, norms):
-        moved = aggregate.apply(model, factor)
+        moved = aggregate.apply(model, total)
     return Round(number, used, model, sent, kept, moved, means, public, weights, early, dropped, norms)
+
+
+def _require_enough(there: int, defence: Defence) -> None:
+    """Raise if a sum has too few clients for the noise that the defence promises: then it is not opened."""
+    if there < defence.fewest_clients:
+        raise MessageError(
+            f"A sum under defence {defence.spec!r} needs {defence.fewest_clients} clients or more for its noise, got "
+            f"{there}: the others dropped out. State a lower minimum with clients=, which adds noise."
+        )
 
 
 @contextmanager

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import log_ndtr, stdtrit
+from scipy.special import stdtrit
 from torch import Tensor
+
+from gradveil.defences.parts.gaussian_dp import epsilon_of
 
 CONFIDENCE = 0.99
 """Confidence of the interval: an alarm about a defence that keeps its promise must be rare."""
-MOST = 1e9
-"""Largest epsilon that is reported; it stands for scores without any noise."""
 USUAL_DELTA = 1e-5
 """Delta at which epsilon is estimated for a defence that states none, or zero."""
 
@@ -65,27 +64,6 @@ def estimate(scores: Tensor, spread: float, delta: float, distance: float = 1.0)
     return EpsilonHat(*(epsilon_of(mu, delta) for mu in found))
 
 
-def epsilon_of(mu: float, delta: float) -> float:
-    r"""Return the epsilon of telling N(mu, 1) from N(0, 1), at most `MOST`; 0 if ``mu`` is not positive.
-
-    .. math:: \delta = \Phi\Big(\frac\mu 2 - \frac\varepsilon\mu\Big) -
-        e^\varepsilon \, \Phi\Big(-\frac\mu 2 - \frac\varepsilon\mu\Big)
-
-    Example:
-        >>> round(epsilon_of(1.0, 1e-5), 2), epsilon_of(1e-9, 1e-5), epsilon_of(math.inf, 1e-5)
-        (4.38, 0.0, 1000000000.0)
-    """
-    if mu <= 0:
-        return 0.0
-    if mu * mu / 2 >= MOST:
-        return MOST
-    if _log_delta(0.0, mu) <= math.log(delta):
-        return 0.0
-    highest = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))
-    found = float(brentq(lambda epsilon: _log_delta(epsilon, mu) - math.log(delta), 0.0, highest))
-    return min(found, MOST)
-
-
 def exceeding(row: Mapping[str, Any]) -> str:
     """Return the alarm of a row whose canaries exceed the stated epsilon, or "".
 
@@ -96,13 +74,6 @@ def exceeding(row: Mapping[str, Any]) -> str:
     if not row.get("canaries_exceed"):
         return ""
     return f"{EXCEEDS}: at least {row['epsilon_hat_low']:.3g}, stated {row['epsilon']:.3g}"
-
-
-def _log_delta(epsilon: float, mu: float) -> float:
-    """Return the logarithm of delta; differences of logarithms stay exact where probabilities would underflow."""
-    first, second = log_ndtr([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu])
-    share = min(float(epsilon + second - first), -1e-300)
-    return float(first) + math.log(-math.expm1(share))
 
 
 def _ratio(value: float, spread: float) -> float:

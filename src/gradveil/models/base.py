@@ -120,6 +120,8 @@ class Model(Component, ABC):
     kind: ClassVar[str] = "models"
     smallest: ClassVar[int] = 1
     """The smallest height and width that the network accepts."""
+    uses_aux: ClassVar[bool] = False
+    """Whether ``build_from`` makes something of public pictures, ``--aux``."""
 
     def __post_init__(self) -> None:
         one_of("activation", self.activation, ACTIVATIONS)
@@ -129,8 +131,15 @@ class Model(Component, ABC):
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
         """Build the network for images of ``shape`` (C, H, W); draws its weights from torch's global generator."""
 
-    def create(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-        """Check the shape, build the network and initialise it; draws from torch's global generator."""
+    def build_from(self, shape: tuple[int, int, int], num_classes: int, public: Tensor | None) -> nn.Module:
+        """Build the network as `build` does, with ``public`` pictures (N, C, H, W) in [0, 1] at hand, or None."""
+        return self.build(shape, num_classes)
+
+    def create(self, shape: tuple[int, int, int], num_classes: int, public: Tensor | None = None) -> nn.Module:
+        """Check the shape, build the network and initialise it; draws from torch's global generator.
+
+        ``public`` are pictures for a model that uses them.
+        """
         in_range("channels", shape[0], 1)
         in_range("num_classes", num_classes, 1)
         if min(shape[1:]) < self.smallest:
@@ -138,12 +147,18 @@ class Model(Component, ABC):
                 f"Images for model {self.name!r} must be at least {self.smallest}x{self.smallest}, "
                 f"got {shape[1]}x{shape[2]}. Choose a smaller model (`gradveil list models`)."
             )
-        network = self.build(shape, num_classes)
+        network = self.build_from(shape, num_classes, public)
         if self.init == "uniform":
             with torch.no_grad():
                 for parameter in network.parameters():
                     parameter.uniform_(-0.5, 0.5)
         return network
+
+    def num_numbers(self, shape: tuple[int, int, int], num_classes: int) -> int:
+        """Return how many numbers the network has, frozen ones included, without taking their memory."""
+        with torch.device("meta"):  # shapes only
+            network = self.create(shape, num_classes)
+        return sum(parameter.numel() for parameter in network.parameters())
 
     def act(self) -> nn.Module:
         """Return a new activation layer."""
@@ -156,12 +171,13 @@ def create_model(
     num_classes: int,
     seed: int,
     normalisation: Normalisation | None = None,
+    public: Tensor | None = None,
 ) -> nn.Module:
     """Build the model that ``spec`` names: one of the zoo, or the user's own ``path/file.py:factory``.
 
     A factory is called with ``shape`` (C, H, W) and ``num_classes``, if it has parameters of these names, and with the
-    settings of the spec as texts; a subclass of `Model` is built from the spec like one of the zoo. Torch's global
-    generator is restored afterwards.
+    settings of the spec as texts; a subclass of `Model` is built from the spec like one of the zoo. ``public`` are
+    pictures (N, C, H, W) in [0, 1] for models that use them. Torch's global generator is restored afterwards.
     """
     if normalisation is not None and len(normalisation.mean) not in (1, shape[0]):
         raise ConfigError(
@@ -170,12 +186,12 @@ def create_model(
         )
     with global_stream(seed, "model"):
         if is_own(parse_spec(spec)[0], "models"):
-            network = _create_own(spec, shape, num_classes)
+            network = _create_own(spec, shape, num_classes, public)
         else:
-            network = _create_component(spec, shape, num_classes)
+            network = _create_component(spec, shape, num_classes, public)
         if any(isinstance(parameter, UninitializedParameter) for parameter in network.parameters()):
             network.eval()(torch.zeros(2, *shape))  # lazy layers learn their size from a first forward pass
-    if normalisation is not None:
+    if normalisation is not None and not getattr(network, "takes_pixels", False):
         network.register_forward_pre_hook(_NormaliseInput(normalisation))
     return network
 
@@ -192,9 +208,16 @@ def has_room(spec: str, shape: tuple[int, int, int], num_classes: int, given: in
     """
     if is_own(parse_spec(spec)[0], "models"):
         return True
-    with torch.device("meta"):  # shapes only
-        network = create_model(spec, shape, num_classes, seed=0)
-    return sum(parameter.numel() for parameter in network.parameters()) <= max(given, SMALL_MODEL)
+    return build(Model, spec).num_numbers(shape, num_classes) <= max(given, SMALL_MODEL)
+
+
+def model_uses_aux(spec: str) -> bool:
+    """Return whether the model that ``spec`` names makes something of public pictures."""
+    reference, _ = parse_spec(spec)
+    if is_own(reference, "models"):
+        factory = load_own(reference)
+        return inspect.isclass(factory) and issubclass(factory, Model) and factory.uses_aux
+    return build(Model, spec).uses_aux
 
 
 def normalisation_of(network: nn.Module) -> Normalisation | None:
@@ -223,15 +246,17 @@ class _NormaliseInput:
         return (self.normalisation(inputs[0]), *inputs[1:])
 
 
-def _create_component(spec: str, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    return build(Model, spec).create(shape, num_classes)
+def _create_component(
+    spec: str, shape: tuple[int, int, int], num_classes: int, public: Tensor | None = None
+) -> nn.Module:
+    return build(Model, spec).create(shape, num_classes, public)
 
 
-def _create_own(spec: str, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+def _create_own(spec: str, shape: tuple[int, int, int], num_classes: int, public: Tensor | None) -> nn.Module:
     reference, settings = parse_spec(spec)
     factory = load_own(reference)
     if inspect.isclass(factory) and issubclass(factory, Model):
-        return _create_component(spec, shape, num_classes)
+        return _create_component(spec, shape, num_classes, public)
     return call_factory(reference, {"shape": shape, "num_classes": num_classes}, settings)
 
 

@@ -293,7 +293,7 @@ def _canaries(rows: Iterable[Mapping[str, Any]]) -> Row:
 
 
 def _budget(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the largest epsilon with its delta."""
-    spent = [(row["epsilon"], row.get("delta")) for row in rows if row.get("epsilon") is not None]
-    epsilon, delta = max(spent, key=lambda pair: pair[0], default=(None, None))
-    return {"epsilon": epsilon, "delta": delta}
+    """Return the largest epsilon with its delta, and what else the same row states about it."""
+    spent = [row for row in rows if row.get("epsilon") is not None]
+    worst = max(spent, key=lambda row: float(row["epsilon"]), default={})
+    return {key: worst.get(key) for key in ("epsilon", "delta", "mu", "identified_bound")}

@@ -20,7 +20,7 @@ from gradveil.audits.views import observed, private_batches, public_images
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.auxiliary import joined as with_aux
 from gradveil.data.pixels import to_batch
-from gradveil.defences import Countermove, build_defence
+from gradveil.defences import Countermove, build_defence, planned_defence
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.runs.image_prior import MOST, ImagePrior, image_prior
 from gradveil.runs.score_view import View
@@ -125,7 +125,8 @@ def _scored(
     root: Path | None,
     tell: Callable[[float], None],
 ) -> dict[str, Any]:
-    defence, threat = build_defence(cell.defence), ThreatModel.of(*settings.knows, "defence")
+    defence = planned_defence(settings.training(cell.defence, cell.seed))
+    threat = ThreatModel.of(*settings.knows, "defence")
     row = _blank(prior, private) | {"knows": threat.names}
     if defence.hides_images:
         return row | {"why": "clients train on other images than their own; audit what decoders make of those"}

@@ -1,6 +1,7 @@
 """Privacy cost of training with clipped gradients and Gaussian noise, computed by the accountants of Opacus."""
 
 import functools
+import math
 import warnings
 from typing import NamedTuple
 
@@ -33,10 +34,17 @@ class Releases(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """A guarantee of differential privacy for each image of a client; the defence defines neighbouring data sets."""
+    """A guarantee of differential privacy for each image of a client; the defence defines neighbouring data sets.
+
+    Attributes:
+        epsilon: of (ε, δ)-differential privacy.
+        delta: of the same.
+        mu: of Gaussian differential privacy, if the guarantee is that, else None.
+    """
 
     epsilon: float
     delta: float
+    mu: float | None = None
 
 
 @functools.cache
@@ -92,3 +100,23 @@ def epsilon(noise: float, rate: float, steps: int, delta: float, accountant: str
             return min(bound, max(0.0, float(by_convolution.get_epsilon(delta, eps_error=error))))
         except RuntimeError:  # the convolution fails for an ε of thousands and more
             return bound
+
+
+@functools.cache
+def poisson_noise(wanted: float, rate: float, steps: int, delta: float) -> float:
+    """Return the smallest noise multiplier, within 0.1 %, whose ε after ``steps`` sampled steps is at most ``wanted``.
+
+    Example:
+        >>> noise = poisson_noise(4.0, 0.1, 60, 1e-5)
+        >>> epsilon(noise, 0.1, 60, 1e-5) <= 4 < epsilon(noise * 0.99, 0.1, 60, 1e-5)
+        True
+    """
+    low, high = 1e-3, 1.0
+    while epsilon(high, rate, steps, delta) > wanted:
+        high *= 2
+        if high > 1e9:
+            raise ConfigError(f"epsilon must be large enough for noise that can be drawn, got {wanted:g}. Raise mu.")
+    while high > low * 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if epsilon(middle, rate, steps, delta) <= wanted else (middle, high)
+    return high

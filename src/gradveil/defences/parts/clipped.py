@@ -1,0 +1,156 @@
+"""Sums of clipped per-example gradients on a grid, and networks for which clipping does not bound anything."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from gradveil.defences.parts.grid import in_steps
+from gradveil.errors import DefenceError
+from gradveil.models.trunk import FeatureNetwork
+from gradveil.networks.grads import example_gradients
+from gradveil.networks.mixing import mixing_layer
+from gradveil.types import Batch, Tensors, Update
+
+_MOST_ENTRIES, _MOST_EXAMPLES = 2**25, 64
+BELOW = 1 - 2.0**-20
+"""Gradients are clipped to this share of the bound, so that rounding never exceeds it."""
+
+
+def clipped_sum(
+    network: nn.Module, batch: Batch, like: Tensors, bound: float, grid: float, clip: float
+) -> tuple[dict[str, Tensor], float]:
+    """Return the sum of per-example gradients, each scaled to a norm of at most ``bound``, and the share clipped.
+
+    A gradient with NaN or infinity counts as zero. An error would tell the server, without any noise, that some image
+    overflows under the weights that it chose.
+
+    Args:
+        network: in the mode in which it trains; it must treat each image by itself.
+        batch: may be empty.
+        like: tensors with the names and shapes of the trained parameters.
+        bound: largest norm of a gradient, over all parameters together.
+        grid: gradients are rounded toward zero to whole steps of this length, which have an exact sum; the result is
+            in steps. 0 leaves them as they are.
+        clip: the norm from which on a gradient counts as clipped.
+    """
+    entries = sum(tensor.numel() for tensor in like.values())
+    size = max(1, min(_MOST_EXAMPLES, _MOST_ENTRIES // max(entries, 1)))
+    total = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in like.items()}
+    clipped = 0.0
+    for start in range(0, len(batch), size):
+        each = per_example_gradients(network, batch[slice(start, start + size)])  # (N, ...) by name
+        norms = _norms(each)  # (N,)
+        clipped += float(norms.gt(clip).sum())
+        factors = 1 / (norms / bound).clamp(min=1.0)
+        total = {name: tensor + _scaled_sum(each[name], factors, grid) for name, tensor in total.items()}
+    return total, clipped / len(batch) if len(batch) else 0.0
+
+
+def head_sum(network: FeatureNetwork, batch: Batch, bound: float, grid: float) -> tuple[Tensor, float]:
+    r"""Return what `clipped_sum` does for a head on frozen features, in closed form by one product: (classes, D).
+
+    The gradient of an image is the outer product of r = (probabilities - label) and its features f, with norm
+    :math:`\|r\| \|f\|`. Both are rounded toward zero to whole steps of a power of two, which makes no norm larger,
+    and so small that the product of matrices is exact in float64: no result lies beyond :math:`2^{53}`. The sum is
+    rounded to the grid at the end. That can move two neighbouring sums apart by one step in each entry, so the bound
+    is lowered by the norm of such a move.
+
+    Args:
+        network: the head and its trunk.
+        batch: may be empty.
+        bound: largest norm of a gradient.
+        grid: step of the result.
+    """
+    head = network.head.weight
+    if not len(batch):
+        return torch.zeros_like(head, dtype=torch.float64), 0.0
+    bound -= grid * math.sqrt(head.numel())
+    if bound <= 0:
+        raise DefenceError("The noise must be fine enough for a head of this size; lower the noise or the model.")
+    with torch.no_grad():
+        features = network.trunk(batch.images).double()  # in float32, the other images could change an image's bits
+        residuals = torch.softmax(features @ head.double().T, 1) - _one_hot(batch.labels, len(head)).to(features)
+    finite = (residuals.isfinite().all(1) & features.isfinite().all(1))[:, None]
+    fine = 2.0 ** -min(20, (52 - math.ceil(math.log2(max(2.0, len(batch) * bound)))) // 2)
+    right = in_steps(features.where(finite, 0.0), fine)  # (N, D)
+    left = residuals.where(finite, 0.0)  # (N, classes)
+    norms = left.norm(dim=1) * right.norm(dim=1) * fine
+    factors = 1 / (norms / bound).clamp(min=1.0)
+    total = in_steps(left * factors[:, None] * BELOW, fine).T @ right  # whole numbers
+    return in_steps(total * fine**2, grid), float((factors < 1).double().mean())
+
+
+def _one_hot(labels: Tensor, classes: int) -> Tensor:
+    return labels if labels.is_floating_point() else F.one_hot(labels, classes)
+
+
+def per_example_gradients(network: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return per-example gradients in the network's current mode; one by one if layers draw random numbers."""
+    if not any(isinstance(layer, _DropoutNd) and layer.training for layer in network.modules()):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return example_gradients(network, batch.images, batch.labels)
+        except RuntimeError as error:
+            if "randomness error mode" not in str(error):  # torch.func's error for a network that draws random numbers
+                raise
+    wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    rows = []
+    for index in range(len(batch)):
+        one = batch[slice(index, index + 1)]
+        with torch.enable_grad():
+            loss = F.cross_entropy(network(one.images), one.labels)
+        rows.append(torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True))
+    return {name: torch.stack(column) for name, column in zip(wanted, zip(*rows, strict=True), strict=True)}
+
+
+def refuse_mixing(defence: str, network: nn.Module, images: Tensor) -> None:
+    """Raise `DefenceError` if an image's result depends on the others: then clipping would not bound its effect."""
+    layer = mixing_layer(network, images)
+    if layer is not None:
+        raise DefenceError(
+            f"Defence {defence!r} needs a network that treats each image by itself, but {layer} mixes the images of a "
+            "batch. Use a network without statistics over the batch (GroupNorm, --batch-norm freeze)."
+        )
+
+
+def refuse_mixing_layers(defence: str, network: nn.Module) -> None:
+    """Raise `DefenceError` if a layer mixes the images of a batch in training, or tracks their statistics."""
+    for name, layer in network.named_modules():
+        mixes = isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+        tracks = isinstance(layer, _NormBase) and layer.training and layer.running_mean is not None
+        if mixes or tracks:
+            raise DefenceError(
+                f"Defence {defence!r} needs per-example gradients, but {name!r} ({type(layer).__name__}) mixes "
+                "images or tracks their statistics. Train with --batch-norm freeze, or use a model with GroupNorm."
+            )
+
+
+def refuse_moved_buffers(defence: str, update: Update) -> None:
+    """Raise `DefenceError` if local training changed buffers, which would be sent without noise."""
+    moved = [name for name, change in update.buffers.items() if bool(change.any())]
+    if moved:
+        raise DefenceError(
+            f"Defence {defence!r} protects gradients only, but local training also changed {', '.join(moved[:3])}, "
+            "which would be sent. Freeze these layers (--batch-norm freeze), or use a model with GroupNorm."
+        )
+
+
+def _scaled_sum(each: Tensor, factors: Tensor, grid: float) -> Tensor:
+    """Return the sum of one tensor's per-example gradients (N, ...), each times its factor, in steps.
+
+    All of it is in float64: a tiny factor has few digits in float32, so that its product could exceed the bound.
+    """
+    rows = each.double().flatten(1) if each.dim() > 1 else each.double()[:, None]
+    scaled = rows.masked_fill(factors.eq(0)[:, None], 0.0) * factors[:, None]
+    return (in_steps(scaled, grid) if grid else scaled).sum(0).view(each.shape[1:])
+
+
+def _norms(each: Tensors) -> Tensor:
+    """Return the norms (N,) of per-example gradients (N, ...) in float64; infinity for one with NaN or infinity."""
+    parts = [torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float64) for tensor in each.values()]
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return norms.nan_to_num(nan=math.inf, posinf=math.inf)

@@ -1,0 +1,292 @@
+"""Veil: exact sums, noise of the stated strength, and a guarantee that a training keeps."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gradveil.config import TrainSettings
+from gradveil.defences import Arrived, Client, Releases, Server, build_defence, planned_defence
+from gradveil.defences.parts.accounting import epsilon, poisson_noise
+from gradveil.defences.parts.clipped import head_sum
+from gradveil.defences.parts.gaussian_dp import epsilon_of
+from gradveil.defences.veil import Veil
+from gradveil.engines.simulation import Simulation
+from gradveil.errors import ConfigError, DefenceError, MessageError
+from gradveil.federated.server import Missing, play_round
+from gradveil.models import create_model
+from gradveil.secret_stream import SecretStream
+from gradveil.types import Batch, Update
+
+SMALL = "patches:filters=3"
+QUIET = Veil(mu=1e9, rounds=1)
+"""Noise far below the rounding of float32."""
+
+
+def make_head(seed=0):
+    network = create_model(SMALL, (1, 12, 12), 4, 0)
+    rng = torch.Generator().manual_seed(seed)
+    network.head.weight.data = torch.randn(network.head.weight.shape, generator=rng)
+    return network.train()
+
+
+def make_data(count, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    images = torch.rand(count, 1, 12, 12, generator=rng)
+    return Batch(images, torch.randint(0, 4, (count,), generator=rng), torch.zeros(count) > 0)
+
+
+def make_client(model, data, number=1, seed=0):
+    return Client(0, number, model, {}, data, {}, {}, SecretStream(seed))
+
+
+def gradient_of(model, batch):
+    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    loss = F.cross_entropy(model(batch.images), batch.labels)
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+
+def naive(model, batch, clip):
+    """Return the sum of clipped gradients by a loop over images."""
+    total = {}
+    for index in range(len(batch)):
+        one = gradient_of(model, batch[slice(index, index + 1)])
+        norm = math.sqrt(sum(float(t.double().square().sum()) for t in one.values()))
+        for name, tensor in one.items():
+            total[name] = total.get(name, 0) + tensor.double() * min(1.0, clip / norm)
+    return total
+
+
+def plain_network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 5), nn.Sigmoid(), nn.Linear(5, 4))
+
+
+@pytest.mark.parametrize("make", [make_head, plain_network])
+@settings(deadline=None, max_examples=10)
+@given(count=st.integers(1, 9), clip=st.floats(0.05, 2))
+def test_the_gradient_is_the_naive_loops(make, count, clip):
+    model, data = make(), make_data(count)
+    found = replace(QUIET, clip=clip).on_gradient(gradient_of(model, data), data, make_client(model, data))
+    for name, tensor in naive(model, data, clip).items():
+        assert torch.allclose(found[name].double(), tensor / count, atol=2e-5 * clip)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 8), st.floats(0.02, 1), st.integers(8, 24))
+def test_one_image_never_moves_the_sum_by_more_than_the_bound(place, clip, bits):
+    """The law that the guarantee rests on, with the grid's rounding included."""
+    model, data, grid = make_head(), make_data(9), 2.0 ** -(bits + 6)
+    rest = torch.arange(9) != place
+    one, other = (head_sum(model, some, clip, grid)[0] * grid for some in (data, data[rest]))
+    assert float((one - other).norm()) <= clip
+    assert torch.equal(one / grid, (one / grid).round())
+
+
+def test_sums_do_not_depend_on_the_order_of_images():
+    model, data = make_head(), make_data(50)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(head_sum(model, data, 0.3, 2**-20)[0], head_sum(model, data[order], 0.3, 2**-20)[0])
+
+
+def test_an_image_that_overflows_counts_as_zero_and_an_empty_sample_is_zero():
+    model, data = make_head(), make_data(3)
+    with torch.no_grad():
+        model.head.weight[0] = math.inf
+    found, _ = head_sum(model, data, 0.3, 2**-20)
+    assert not found.any()
+    assert not head_sum(make_head(), data[slice(0, 0)], 0.3, 2**-20)[0].any()
+
+
+def noise_of(defence, count=4):
+    model, data = make_head(), make_data(count)
+    model.head.weight.data = torch.zeros(4, 55)
+    gradient = gradient_of(model, data)
+    rounds = [defence.on_gradient(gradient, data, make_client(model, data, seed=s))["head.weight"] for s in range(40)]
+    quiet = replace(QUIET, clip=defence.clip).on_gradient(gradient, data, make_client(model, data))["head.weight"]
+    return torch.stack(rounds) - quiet
+
+
+def test_the_noise_has_the_stated_strength():
+    veil = Veil(mu=2, clip=0.5, rounds=16)  # sigma = 4 / 2
+    assert float(noise_of(veil).std()) * 4 == pytest.approx(2 * 0.5, rel=0.05)
+    shared = replace(veil, at="sum", clients=25)
+    assert float(noise_of(shared).std()) * 4 == pytest.approx(2 * 0.5 / 5, rel=0.05)
+
+
+def test_the_unit_client_clips_the_whole_gradient():
+    model, data = make_head(), make_data(6)
+    gradient = gradient_of(model, data)
+    client = make_client(model, data)
+    found = replace(QUIET, unit="client", clip=0.01).on_gradient(gradient, data, client)["head.weight"]
+    norm = gradient["head.weight"].norm()
+    assert norm > 0.01
+    assert torch.allclose(found, gradient["head.weight"] * 0.01 / norm, atol=1e-6)
+    assert client.reports.means() == {"veil_clipped": 1.0}
+    bad = {"head.weight": torch.full_like(gradient["head.weight"], math.nan)}
+    assert not (replace(QUIET, unit="client").on_gradient(bad, data, client)["head.weight"].abs() > 1e-6).any()
+
+
+def test_accounting_is_exact_over_all_rounds():
+    veil = planned_defence(TrainSettings(rounds=60, defence="veil:mu=2"))
+    whole, one = (veil.budget(Releases(400, 400, count, count, count)) for count in (60, 1))
+    assert whole.mu == pytest.approx(2)
+    assert whole.epsilon == pytest.approx(epsilon_of(2, 1e-5))
+    assert one.mu == pytest.approx(2 / math.sqrt(60))
+    assert veil.budget(Releases(400, 400, 240, 240, 240)).mu == pytest.approx(4), "more than planned costs more"
+
+
+def test_poisson_batches_have_the_epsilon_of_the_same_mu():
+    veil = planned_defence(TrainSettings(rounds=20, defence="veil:mu=1,share=0.1"))
+    found = veil.budget(Releases(400, 40, 20, 20, 20))
+    assert 0.98 * epsilon_of(1, 1e-5) < found.epsilon <= epsilon_of(1, 1e-5)
+    assert found.mu is None
+    assert veil.noise_multiplier < math.sqrt(20), "sampling amplifies"
+    assert epsilon(poisson_noise(2.0, 0.1, 20, 1e-5), 0.1, 20, 1e-5) <= 2
+    data = make_data(2000)
+    counts = [len(veil.on_batch(data, make_client(None, data, seed=s))) for s in range(30)]
+    assert sum(counts) / 30 == pytest.approx(200, rel=0.05)
+
+
+def test_all_images_take_part_in_their_own_order():
+    data = make_data(5)
+    assert Veil().on_batch(data[slice(0, 2)], make_client(None, data)) is data
+
+
+def test_after_the_planned_rounds_nothing_is_sent():
+    model, data = make_head(), make_data(3)
+    with pytest.raises(DefenceError, match="covers 5 rounds, got round 6: the privacy budget is spent"):
+        Veil(rounds=5).on_gradient(gradient_of(model, data), data, make_client(model, data, number=6))
+
+
+def test_the_update_states_all_images():
+    model, data = make_head(), make_data(7)
+    assert Veil().on_update(Update({}, 3), make_client(model, data)).num_examples == 7
+
+
+def test_clients_play_one_step_of_all_images():
+    asked = TrainSettings(weighting="uniform")
+    found = Veil().training(asked)
+    assert (found.algorithm, found.batch_size, found.weighting) == ("fedsgd", 0, "size")
+    assert Veil().training(found) == found
+    assert Veil(unit="client").training(asked).weighting == "uniform"
+    lab = TrainSettings(algorithm="fedsgd", batch_size=1)
+    assert Veil().training(lab) == lab
+
+
+def test_the_server_takes_steps_with_momentum_and_ends_with_the_mean_of_the_second_half():
+    model, state = make_head(), {}
+    model.head.weight.data = torch.zeros(4, 55)
+    veil, weights, seen = Veil(rounds=4, rate=2.0), torch.zeros(4, 55).double(), []
+    velocity = torch.zeros_like(weights)
+    for number in range(1, 5):
+        change = torch.full((4, 55), float(number), dtype=torch.float64)
+        server = Server(number, model, {}, state, torch.Generator(), lr=0.5)
+        moved = veil.on_aggregate(Update({"head.weight": change}, 9), server).tensors["head.weight"]
+        velocity = 0.9 * velocity + change / 0.5
+        weights = weights + 2 * velocity
+        seen.append(weights)
+        now = model.head.weight.data.double() + moved
+        model.head.weight.data = now.float()
+    assert torch.allclose(now, (seen[2] + seen[3]) / 2, rtol=1e-6)
+
+
+def test_other_networks_take_plain_steps():
+    total = Update({"1.weight": torch.ones(5, 144)}, 9)
+    server = Server(1, plain_network(), {}, {}, torch.Generator())
+    assert Veil(rounds=4).on_aggregate(total, server) is total
+
+
+def test_the_rate_falls_with_the_noise():
+    veil = Veil(mu=2, rounds=60, clients=10)
+    assert veil.rule(4000, 27010) == pytest.approx(
+        80 / (0.3 * math.sqrt(60 * (0.04 + 27010 * 10 * 60 / 4 / 4000**2))), rel=1e-9
+    )
+    assert replace(veil, mu=1).rule(4000, 27010) < veil.rule(4000, 27010) < veil.rule(40_000, 27010)
+    assert veil.rule(4000, 27010) < veil.rule(4000, 270)
+
+
+def test_the_attacker_knows_the_noise():
+    seen = {"head.weight": torch.ones(1, 4, 55)}
+    veil = Veil(mu=2, clip=0.5, rounds=16)
+    alone = veil.adaptive(Arrived(seen, [1.0], batch_size=20))["likelihood"]
+    assert alone.noise["head.weight"] == pytest.approx(2 * 0.5 / 20)
+    shared = replace(veil, at="sum", clients=4).adaptive(Arrived(seen, [1.0], batch_size=20, clients=4))
+    assert shared["likelihood"].noise["head.weight"] == pytest.approx(2 * 0.5 / 20 / 4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("veil:mu=0", "mu must be more than 0"),
+        ("veil:mu=-1", "mu must be more than 0"),
+        ("veil:clip=0", "clip must be"),
+        ("veil:at=server", "at"),
+        ("veil:unit=person", "unit"),
+        ("veil:share=0", "share must be"),
+        ("veil:unit=client,share=0.5", "share must be 1 with unit=client"),
+        ("veil:delta=1", "delta must be"),
+    ],
+)
+def test_bad_settings(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        build_defence(spec)
+
+
+@pytest.mark.parametrize(
+    ("defence", "more", "message"),
+    [
+        ("veil:at=sum", {}, "at=sum must run under secure aggregation"),
+        ("veil:at=sum,clients=5", {"aggregation": "secure"}, r"noise adds up \(5 or more\) in every round, got 4"),
+        ("veil:at=sum", {"aggregation": "secure", "sampling": "size-replace"}, "count once in a sum"),
+        ("veil:rounds=1", {}, r"at least those of the training \(2\)"),
+        ("veil", {"model": "resnet20:width=2"}, "mixes"),
+        ("veil", {"defended": (0,)}, "defended must be empty"),
+    ],
+)
+def test_trainings_in_which_it_would_not_hold_are_refused(tiny, defence, more, message):
+    with pytest.raises(ConfigError, match=message):
+        Simulation(replace(tiny, defence=defence, **more), workers=0)
+
+
+def test_a_sum_with_too_few_clients_is_not_opened(tiny):
+    how = replace(tiny, aggregation="secure", bad_answers="drop", defence="veil:at=sum,clients=4", model=SMALL)
+    with Simulation(how, workers=0) as simulation:
+
+        class Dropping:
+            def train(self, *args):
+                for sent in simulation.engine.train(*args):
+                    yield sent if sent.client else Missing(0, MessageError("gone"))
+
+        with pytest.raises(MessageError, match="needs 4 clients or more for its noise, got 3"):
+            play_round(
+                1, simulation.settings, simulation.defence, Dropping(), simulation.sizes, simulation.net.module,
+                simulation.model, {},
+            )  # fmt: skip
+
+
+def test_a_training_learns_states_its_budget_and_resumes_alike(tiny, tmp_path):
+    how = replace(tiny, defence="veil:mu=8,at=sum", aggregation="secure", model=SMALL, rounds=6)
+    with Simulation(how, workers=0, clients_folder=tmp_path) as simulation:
+        rows = list(simulation.run())
+        whole = simulation.model["head.weight"]
+        assert simulation.settings.algorithm == "fedsgd"
+    assert rows[-1]["mu"] == pytest.approx(8)
+    assert rows[-1]["epsilon"] == pytest.approx(epsilon_of(8, 1e-5))
+    assert rows[-1]["identified_bound"] > 0.99
+    assert rows[-1]["accuracy"] > 0.2
+    assert (tmp_path / "0" / "private" / "features.safetensors").exists()
+    with Simulation(how, workers=0) as first:
+        for number in (1, 2, 3, 4):
+            first.step(number)
+        model, state = first.model, first.checkpoint
+    with Simulation(how, workers=0, clients_folder=tmp_path) as second:
+        second.resume(model, state, 4)
+        for number in (5, 6):
+            second.step(number)
+        assert torch.equal(second.model["head.weight"], whole)
