@@ -99,6 +99,10 @@ class TrainSettings:
     aggregation: str = setting(
         "none", "What the server sees: none (each client's update) or secure (only the mean of a round's updates)."
     )
+    sum_bits: int = setting(
+        0, "With --aggregation secure: bits of the whole numbers that are added up, such as 22; 0 adds exactly."
+    )
+    sum_range: float = setting(1.0, "With --sum-bits: largest entry of a weighted update; beyond it, it is clipped.")
     save_rounds: tuple[int, ...] = setting((), "Rounds whose model and updates are saved: 1/10/20.")
     canaries: int = setting(0, "Random canaries played beside the training to measure its epsilon, such as 16.")
     seed: int = setting(0, "Every random draw comes from this seed.")
@@ -138,6 +142,7 @@ class TrainSettings:
                 f"aggregation secure needs two clients or more per round, got {self.num_sampled}: the mean of one is "
                 "its update. Raise --clients or --sampled, or drop --aggregation."
             )
+        check_sums(self.aggregation, self.sum_bits, self.sum_range)
         one_of("bad_answers", self.bad_answers, ["stop", "drop"])
         in_range("eval_every", self.eval_every, 1)
         for saved in self.save_rounds:
@@ -149,6 +154,17 @@ class TrainSettings:
     def num_sampled(self) -> int:
         """K: number of clients that train per round."""
         return self.sampled or self.clients
+
+
+def check_sums(aggregation: str, bits: int, largest: float) -> None:
+    """Raise ConfigError unless sums can be made of whole numbers as asked."""
+    in_range("sum_bits", bits, 0, 32)
+    in_range("sum_range", largest, 0, LARGEST, open_low=True)
+    if bits and aggregation != "secure":
+        raise ConfigError(
+            f"sum_bits is for sums under secure aggregation, got {bits} with aggregation {aggregation!r}. "
+            "Add --aggregation secure, or drop --sum-bits."
+        )
 
 
 def check_canaries(canaries: int, rounds: int) -> None:

@@ -483,6 +483,10 @@ COLUMNS = (
     Column("clients", "index", "Clients", "Clients that trained in the round", "0", tables=("round",), shown=False),
     Column("dropped", "texts", "Dropped", "Clients that the server went on without, each with the reason", "note",
            tables=("round",), later=True),
+    Column("sum_clipped", "number", "Clipped in the sum", "Share of the entries that were clipped before they were "
+           "added up as whole numbers (--sum-bits)", "%", tables=("round",), later=True),
+    Column("sum_error", "number", "Error of the sum", "Norm of the difference between the sum of whole numbers and the "
+           "exact sum, over the norm of the exact one", "g", tables=("round",), later=True),
     Column("tripwire_warnings", "index", "Tripwire warnings", "Clients that found a trap", "0", tables=("round",),
            later=True),
     Column("reports", "mapping", "Reports", "Numbers that the defence reported, means over the clients of a round",

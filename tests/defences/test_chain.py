@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradveil.config import TrainSettings
 from gradveil.defences import HOOKS, Arrived, Chain, Client, Defence, Server, build_defence
 from gradveil.defences.base import Releases
 from gradveil.defences.chain import FACTS
@@ -49,6 +50,9 @@ class Affine(Defence):
         self._note(server)
         return update.map(self._apply)
 
+    def on_aggregate(self, total, server):
+        return total.map(self._apply)
+
     def early_clients(self, num_clients):
         return (0, int(self.factor))
 
@@ -77,7 +81,17 @@ def test_hooks_on_the_device_run_in_order():
 
 def test_the_server_undoes_the_last_first():
     _, server = sides()
-    assert CHAIN.on_server(Update({"w": ONE}, 1), server).tensors["w"].item() == (1 * 3 + 5) * 2 + 1
+    for hook in (CHAIN.on_server, CHAIN.on_aggregate):
+        assert hook(Update({"w": ONE}, 1), server).tensors["w"].item() == (1 * 3 + 5) * 2 + 1
+
+
+def test_members_change_and_learn_the_settings_of_a_training():
+    chain = build_defence("veil:mu=2+none")
+    asked = chain.training(TrainSettings(rounds=7, clients=3))
+    assert (asked.algorithm, asked.batch_size) == ("fedsgd", 0)
+    assert chain.planned(asked).defences[0].rounds == 7
+    secure = replace(asked, aggregation="secure")
+    assert build_defence("none+veil:at=sum").planned(secure).fewest_clients == 3
 
 
 def test_each_member_sees_its_own_broadcast():

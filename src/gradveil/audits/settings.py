@@ -62,6 +62,8 @@ class AuditSettings:
     images: int = setting(1, "Images behind each update, with --protocol lab.")
     looks: int = setting(1, "Rounds of each client that the server sees, on the same weights; decoders need many.")
     aggregation: str = setting("none", "What the server sees: none (each update) or secure (the mean of a round's).")
+    sum_bits: int = setting(0, "With --aggregation secure: bits of the numbers that are added up; 0 adds exactly.")
+    sum_range: float = setting(1.0, "With --sum-bits: largest entry of a weighted update; beyond it, it is clipped.")
     knows: tuple[str, ...] = setting(
         ("labels", "num-examples"),
         "What the attacker knows beside the model and the update (fedavg: local-steps too by default); by default "
@@ -148,7 +150,7 @@ class AuditSettings:
     @property
     def added_later(self) -> list[str]:
         """Settings that earlier versions did not have, as far as they have their default values."""
-        usual = {"metrics": STANDARD, "canaries": 0, "effort": "standard"}
+        usual = {"metrics": STANDARD, "canaries": 0, "effort": "standard", "sum_bits": 0, "sum_range": 1.0}
         return [name for name, value in usual.items() if getattr(self, name) == value]
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradveil.config import TrainSettings, make_train_settings, read_settings, to_toml, values_to_toml
 from gradveil.data import Dataset
 from gradveil.data.federated import FederatedData
+from gradveil.defences import build_defence, planned_defence
 from gradveil.errors import ConfigError, DataError, RunFolderError, printable
 from gradveil.limits import parse_json, read_lines
 from gradveil.rows import COLUMNS, Schema
@@ -175,8 +176,12 @@ class RunFolder:
 def settings_hash(settings: TrainSettings) -> str:
     """Return a short hash of all settings, except those that may change in a run as they do not change the weights."""
     kept = asdict(settings) | {"rounds": 0, "save_rounds": (), "tripwire": "off"}
-    for key in ("bad_answers", "aggregation", *["canaries"] * (not settings.canaries)):
+    sums = ["sum_bits", "sum_range"] * (not settings.sum_bits)
+    for key in ("bad_answers", "aggregation", *["canaries"] * (not settings.canaries), *sums):
         del kept[key]
+    plan = planned_defence(settings).spec
+    if plan != build_defence(settings.defence).spec:  # its noise depends on the number of rounds or clients
+        kept["plan"] = plan
     return hashlib.blake2b(values_to_toml(kept), digest_size=16).hexdigest()
 
 

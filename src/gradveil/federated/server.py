@@ -15,6 +15,7 @@ from gradveil.errors import DivergedError, GradveilError, MessageError
 from gradveil.federated.aggregation import Aggregate, mean_of, update_weights
 from gradveil.federated.answers import ExpectedUpdate, recover
 from gradveil.federated.client import Score
+from gradveil.federated.secure_sum import Quantiser, SecureSum, secure_sum
 from gradveil.randomness import stream
 from gradveil.types import Tensors, Update
 
@@ -123,6 +124,7 @@ class Round:
         early: the clients that trained before the others, whose updates the server sees whatever the aggregation.
         dropped: the clients that the server went on without, each with the reason.
         norms: the norm of the update of each client on another machine.
+        quantised: the sum of all updates but early ones, if it was made of whole numbers (``sum_bits``), else None.
     """
 
     number: int
@@ -137,14 +139,23 @@ class Round:
     early: tuple[int, ...] = ()
     dropped: Mapping[int, str] = field(default_factory=dict)
     norms: Mapping[int, float] = field(default_factory=dict)
+    quantised: SecureSum | None = None
 
     @property
     def mean(self) -> Update:
         """The weighted mean of the updates of all clients but early ones: what secure aggregation shows a server.
 
-        Only rounds of ``save_rounds`` have it. Real protocols add fixed-point numbers; here, sums are of float64.
+        Only rounds of ``save_rounds`` have it. With ``sum_bits`` it is that of the quantised sum.
         """
         others = [client for client in self.recovered if client not in self.early]
+        if self.quantised is not None:
+            whole = sum(self.weights[client] for client in others) or 1.0
+            mean = self.quantised.total * (1 / whole)
+            tensors, buffers = (
+                {name: tensor.to(self.received[name].dtype) for name, tensor in part.items()}
+                for part in (mean.tensors, mean.buffers)
+            )
+            return Update(tensors, mean.num_examples, buffers)
         return mean_of([self.recovered[client] for client in others], [self.weights[client] for client in others])
 
 
@@ -170,6 +181,7 @@ def play_round(
     reports: list[Mapping[str, float]] = []
     dropped: dict[int, str] = {}
     norms: dict[int, float] = {}
+    apart: dict[int, Update] = {}  # updates that are added up as whole numbers
     server = Server(number, network, {}, state, stream(settings.seed, "server", number), lr)
 
     # Step 1: choose who trains; early clients always do.
@@ -196,7 +208,10 @@ def play_round(
             if arrived.expected is not None:
                 norms[client] = float(recovered.norm())
             reports.append(arrived.reports)
-            aggregate.add(recovered, weights[client])
+            if settings.sum_bits and client not in early:
+                apart[client] = recovered
+            else:
+                aggregate.add(recovered, weights[client])
             yield client, recovered
 
     # Step 2: early clients (a guard) train first; the defence makes its broadcast to the others of their updates.
@@ -212,11 +227,24 @@ def play_round(
     # Step 4: the sum of the weighted updates moves the global model; the defence may make a step of its own of it.
     used = tuple(client for client in (*early, *others) if client not in dropped)
     _require_enough(len(used) - len(early), defence)
+    quantised = _add_quantised(aggregate, apart, weights, settings)
     total = defence.on_aggregate(aggregate.total(_rescaled(weights, dropped)), server)
     means = mean_over_clients(reports)
     with naming_the_largest(number, norms):
         moved = aggregate.apply(model, total)
-    return Round(number, used, model, sent, kept, moved, means, public, weights, early, dropped, norms)
+    return Round(number, used, model, sent, kept, moved, means, public, weights, early, dropped, norms, quantised)
+
+
+def _add_quantised(
+    aggregate: Aggregate, updates: Mapping[int, Update], weights: Mapping[int, float], settings: TrainSettings
+) -> SecureSum | None:
+    """Add updates as whole numbers; return what that gave, or None if there are none."""
+    if not updates:
+        return None
+    how = Quantiser(settings.sum_bits, settings.sum_range)
+    found = secure_sum(list(updates.values()), [weights[client] for client in updates], how)
+    aggregate.add(found.total, 1.0)
+    return found
 
 
 def _require_enough(there: int, defence: Defence) -> None:
