@@ -310,3 +310,51 @@ def test_a_training_that_mixes_images_is_refused_before_any_work(defence):
     for usable in (replace(settings, batch_norm="freeze"), replace(settings, rounds=0)):  # the latter only evaluates
         with Simulation(usable, workers=0):
             pass
+
+
+class TestAugmentation:
+    def test_copies_are_shifted_and_mirrored_images(self):
+        data = make_data(3)
+        one = Batch(torch.arange(64.0).view(1, 1, 8, 8), data.labels[:1], data.sensitive[:1])
+        many = clipped.augmented(one, 40, True, SecretStream(0))
+        assert many.images.shape == (40, 1, 8, 8)
+        padded = F.pad(one.images, (1, 1, 1, 1), mode="reflect")[0, 0]
+        allowed = {
+            tuple(part.flatten().tolist())
+            for y in range(3)
+            for x in range(3)
+            for part in (padded[y : y + 8, x : x + 8], padded[y : y + 8, x : x + 8].flip(1))
+        }
+        seen = {tuple(image.flatten().tolist()) for image in many.images}
+        assert seen <= allowed
+        assert len(seen) > 12
+        assert clipped.augmented(data, 2, False, SecretStream(0)).labels.tolist() == [
+            label for label in data.labels.tolist() for _ in range(2)
+        ]
+
+    def test_the_mean_over_copies_is_clipped(self):
+        model, data = make_model(), make_data(4)
+        client = make_client(model, data)
+        defence = replace(SHUFFLE, clip=0.3, augment=3)
+        found = defence.on_gradient(plain_gradient(model, data), data, client)
+        many = clipped.augmented(data, 3, False, client.rng.fork("augment", 1))
+        total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+        for index in range(4):
+            one = plain_gradient(model, many[slice(3 * index, 3 * index + 3)])
+            norm = math.sqrt(sum(float(tensor.square().sum()) for tensor in one.values()))
+            total = {name: tensor + one[name] * min(1.0, 0.3 / norm) / 4 for name, tensor in total.items()}
+        assert close(found, total)
+
+    def test_bad_settings(self):
+        with pytest.raises(ConfigError, match="augment must be"):
+            DpSgd(augment=0)
+        with pytest.raises(ConfigError, match="flip mirrors copies"):
+            DpSgd(flip=True)
+
+
+def test_group_norm_makes_a_residual_network_trainable(tiny):
+    how = replace(tiny, model="resnet20:width=2,norm=group", defence="dp-sgd", rounds=1)
+    with Simulation(how, workers=0) as simulation:
+        assert len(list(simulation.run())) == 1
+    with pytest.raises(ConfigError, match="resnet20:norm=group"):
+        Simulation(replace(how, model="resnet20:width=2"), workers=0)

@@ -184,3 +184,10 @@ def test_impossible_shapes_are_refused():
         create_model("mlp", (1, 8, 8), 0, seed=0)
     with pytest.raises(ConfigError, match="channels must be at least 1, got 0"):
         create_model("mlp", (0, 8, 8), 2, seed=0)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_group_norm_takes_the_place_of_batch_norm(name):
+    network = create_model(small(name, norm="group"), (1, 28, 28), 4, seed=0)
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules())
+    assert network.train()(images((1, 28, 28), count=1)).isfinite().all(), "a single image is enough"

@@ -15,6 +15,7 @@ from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.defences.parts.accounting import Budget, Releases, epsilon
 from gradveil.defences.parts.clipped import (
     BELOW,
+    augmented,
     clipped_sum,
     refuse_mixing,
     refuse_mixing_layers,
@@ -55,7 +56,8 @@ class DpSgd(Defence):
         steps of a grid with exact sums, so attacks on floating-point noise do not apply; ``parts.grid`` says why, and
         which tiny terms ε leaves out. A network that mixes the images of a batch is refused: there clipping would
         not bound the effect of an image. No error depends on pixels: a gradient that is not finite counts as zero.
-    Reference: Abadi et al. 2016, https://arxiv.org/abs/1607.00133, Algorithm 1.
+    Reference: Abadi et al. 2016, https://arxiv.org/abs/1607.00133, Algorithm 1; De et al. 2022,
+        https://arxiv.org/abs/2204.13650, Section 3 (GroupNorm, large batches, ``augment``).
     Differs from the paper: if the last batch of an epoch is smaller, its q is smaller too; the accountant rounds it up
         to that of the other batches. Momentum and weight decay act on the protected gradient. In a chain this defence
         must come before all others that change gradients, since it does not use the gradient that they return.
@@ -66,6 +68,9 @@ class DpSgd(Defence):
         sampling: ``poisson`` replaces each batch by a random sample of all images; ``shuffle`` uses the given batches.
         delta: δ of the guarantee; it should be below 1 / (number of images).
         accountant: ``rdp``, or ``prv``, which is tighter and slower.
+        augment: copies of each image, shifted at random, whose mean gradient is clipped; it costs no privacy. 1 takes
+            the image itself.
+        flip: whether copies are also mirrored at random, left to right; not for digits.
     """
 
     takes_own_gradient: ClassVar[bool] = True
@@ -79,6 +84,8 @@ class DpSgd(Defence):
     sampling: str = "poisson"
     delta: float = 1e-5
     accountant: str = "rdp"
+    augment: int = 1
+    flip: bool = False
 
     def __post_init__(self) -> None:
         in_range("clip", self.clip, 0, open_low=True)
@@ -86,6 +93,9 @@ class DpSgd(Defence):
         one_of("sampling", self.sampling, ["poisson", "shuffle"])
         in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
         one_of("accountant", self.accountant, ["rdp", "prv"])
+        in_range("augment", self.augment, 1, 64)
+        if self.flip and self.augment == 1:
+            raise ConfigError("flip mirrors copies of images, got it with augment = 1. Raise augment, or drop flip.")
 
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
         """Raise `ConfigError` if the network mixes images of a batch, in training or in evaluation mode."""
@@ -121,7 +131,10 @@ class DpSgd(Defence):
         """Compute per-example gradients of the batch, and return their clipped and noisy mean."""
         refuse_mixing_layers(self.name, client.model)
         bound = self.clip * BELOW if self.noise else self.clip
-        total, share = clipped_sum(client.model, batch, gradient, bound, self._grid if self.noise else 0.0, self.clip)
+        grid, seen = self._grid if self.noise else 0.0, batch
+        if self.augment > 1:
+            seen = augmented(batch, self.augment, self.flip, client.rng.fork("augment", client.round))
+        total, share = clipped_sum(client.model, seen, gradient, bound, grid, self.clip, self.augment)
         client.report("dp_sgd_clipped", share, weight=len(batch))
         expected = int(client.state.get(_BATCH_SIZE, torch.tensor(len(batch))))
         noisy = {name: self._noisy(tensor, client.rng) / max(expected, 1) for name, tensor in total.items()}

@@ -1,6 +1,7 @@
 """Models: settings that build a torch.nn.Module for a shape and a number of classes, and its normalisation."""
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gradveil.errors import ConfigError
+from gradveil.models.trunk import trunk_of
 from gradveil.own import is_own, load_own
 from gradveil.randomness import global_stream
 from gradveil.registry import Component, build, parse_spec
@@ -28,6 +30,8 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "softplus": nn.Softplus,
 }
 INITIALISATIONS = ("default", "uniform")
+NORMS = ("batch", "group")
+MOST_GROUPS = 16
 
 
 SMALL_MODEL = 10_000_000
@@ -112,10 +116,13 @@ class Model(Component, ABC):
     Attributes:
         activation: the non-linearity of every hidden layer.
         init: ``default`` is PyTorch's; ``uniform`` draws every weight and bias from U(-0.5, 0.5) as DLG's code does.
+        norm: ``batch`` keeps BatchNorm layers; ``group`` has GroupNorm of up to 16 groups in their place, which treats
+            each image by itself, as differential privacy needs. Frozen parts keep theirs.
     """
 
     activation: str = "relu"
     init: str = "default"
+    norm: str = "batch"
 
     kind: ClassVar[str] = "models"
     smallest: ClassVar[int] = 1
@@ -126,6 +133,7 @@ class Model(Component, ABC):
     def __post_init__(self) -> None:
         one_of("activation", self.activation, ACTIVATIONS)
         one_of("init", self.init, INITIALISATIONS)
+        one_of("norm", self.norm, NORMS)
 
     @abstractmethod
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
@@ -148,6 +156,8 @@ class Model(Component, ABC):
                 f"got {shape[1]}x{shape[2]}. Choose a smaller model (`gradveil list models`)."
             )
         network = self.build_from(shape, num_classes, public)
+        if self.norm == "group" and trunk_of(network) is None:
+            _use_group_norm(network)
         if self.init == "uniform":
             with torch.no_grad():
                 for parameter in network.parameters():
@@ -163,6 +173,15 @@ class Model(Component, ABC):
     def act(self) -> nn.Module:
         """Return a new activation layer."""
         return ACTIVATIONS[self.activation]()
+
+
+def _use_group_norm(network: nn.Module) -> None:
+    """Put a GroupNorm of the same name in the place of every BatchNorm2d; groups divide the channels evenly."""
+    for name, layer in list(network.named_modules()):
+        if isinstance(layer, nn.BatchNorm2d):
+            owner, _, key = name.rpartition(".")
+            groups = math.gcd(MOST_GROUPS, layer.num_features)
+            setattr(network.get_submodule(owner), key, nn.GroupNorm(groups, layer.num_features))
 
 
 def create_model(

@@ -13,6 +13,7 @@ from gradveil.errors import DefenceError
 from gradveil.models.trunk import FeatureNetwork
 from gradveil.networks.grads import example_gradients
 from gradveil.networks.mixing import mixing_layer
+from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Tensors, Update
 
 _MOST_ENTRIES, _MOST_EXAMPLES = 2**25, 64
@@ -21,7 +22,7 @@ BELOW = 1 - 2.0**-20
 
 
 def clipped_sum(
-    network: nn.Module, batch: Batch, like: Tensors, bound: float, grid: float, clip: float
+    network: nn.Module, batch: Batch, like: Tensors, bound: float, grid: float, clip: float, copies: int = 1
 ) -> tuple[dict[str, Tensor], float]:
     """Return the sum of per-example gradients, each scaled to a norm of at most ``bound``, and the share clipped.
 
@@ -36,18 +37,21 @@ def clipped_sum(
         grid: gradients are rounded toward zero to whole steps of this length, which have an exact sum; the result is
             in steps. 0 leaves them as they are.
         clip: the norm from which on a gradient counts as clipped.
+        copies: entries of the batch that belong to one image and follow each other; their mean gradient is clipped.
     """
     entries = sum(tensor.numel() for tensor in like.values())
-    size = max(1, min(_MOST_EXAMPLES, _MOST_ENTRIES // max(entries, 1)))
+    size = max(1, min(_MOST_EXAMPLES // copies, _MOST_ENTRIES // max(entries, 1)))
     total = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in like.items()}
     clipped = 0.0
-    for start in range(0, len(batch), size):
-        each = per_example_gradients(network, batch[slice(start, start + size)])  # (N, ...) by name
+    count = len(batch) // copies
+    for start in range(0, count, size):
+        part = batch[slice(start * copies, (start + size) * copies)]
+        each = per_example_gradients(network, part, copies)  # (N, ...) by name
         norms = _norms(each)  # (N,)
         clipped += float(norms.gt(clip).sum())
         factors = 1 / (norms / bound).clamp(min=1.0)
         total = {name: tensor + _scaled_sum(each[name], factors, grid) for name, tensor in total.items()}
-    return total, clipped / len(batch) if len(batch) else 0.0
+    return total, clipped / count if count else 0.0
 
 
 def head_sum(network: FeatureNetwork, batch: Batch, bound: float, grid: float) -> tuple[Tensor, float]:
@@ -88,19 +92,22 @@ def _one_hot(labels: Tensor, classes: int) -> Tensor:
     return labels if labels.is_floating_point() else F.one_hot(labels, classes)
 
 
-def per_example_gradients(network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return per-example gradients in the network's current mode; one by one if layers draw random numbers."""
+def per_example_gradients(network: nn.Module, batch: Batch, copies: int = 1) -> dict[str, Tensor]:
+    """Return the gradient of each image, the mean over its copies, in the network's current mode.
+
+    They are computed one by one if layers draw random numbers.
+    """
     if not any(isinstance(layer, _DropoutNd) and layer.training for layer in network.modules()):
         try:
             with torch.random.fork_rng(devices=[]):
-                return example_gradients(network, batch.images, batch.labels)
+                return example_gradients(network, batch.images, batch.labels, group_size=copies)
         except RuntimeError as error:
             if "randomness error mode" not in str(error):  # torch.func's error for a network that draws random numbers
                 raise
     wanted = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     rows = []
-    for index in range(len(batch)):
-        one = batch[slice(index, index + 1)]
+    for index in range(0, len(batch), copies):
+        one = batch[slice(index, index + copies)]
         with torch.enable_grad():
             loss = F.cross_entropy(network(one.images), one.labels)
         rows.append(torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True))
@@ -113,7 +120,8 @@ def refuse_mixing(defence: str, network: nn.Module, images: Tensor) -> None:
     if layer is not None:
         raise DefenceError(
             f"Defence {defence!r} needs a network that treats each image by itself, but {layer} mixes the images of a "
-            "batch. Use a network without statistics over the batch (GroupNorm, --batch-norm freeze)."
+            "batch. Use a network without statistics over the batch (--batch-norm freeze, or norm=group "
+            "in the model's text)."
         )
 
 
@@ -125,7 +133,8 @@ def refuse_mixing_layers(defence: str, network: nn.Module) -> None:
         if mixes or tracks:
             raise DefenceError(
                 f"Defence {defence!r} needs per-example gradients, but {name!r} ({type(layer).__name__}) mixes "
-                "images or tracks their statistics. Train with --batch-norm freeze, or use a model with GroupNorm."
+                "images or tracks their statistics. Train with --batch-norm freeze, or use a model with GroupNorm, "
+                "such as resnet20:norm=group."
             )
 
 
@@ -137,6 +146,29 @@ def refuse_moved_buffers(defence: str, update: Update) -> None:
             f"Defence {defence!r} protects gradients only, but local training also changed {', '.join(moved[:3])}, "
             "which would be sent. Freeze these layers (--batch-norm freeze), or use a model with GroupNorm."
         )
+
+
+def augmented(batch: Batch, copies: int, flip: bool, rng: SecretStream) -> Batch:
+    """Return each image ``copies`` times in a row, shifted by up to an eighth of its sides and perhaps mirrored.
+
+    Pixels that come in from outside are mirror images of those inside.
+    """
+    many = Batch(*(part.repeat_interleave(copies, 0) for part in (batch.images, batch.labels, batch.sensitive)))
+    count, _, height, width = many.images.shape
+    if not count:
+        return many
+    edges = [side // 8 for side in (height, width)]
+    padded = F.pad(many.images, (edges[1], edges[1], edges[0], edges[0]), mode="reflect")
+    rows, columns = (
+        rng.integers(0, 2 * edge + 1, (count, 1)) + torch.arange(side)
+        for edge, side in zip(edges, (height, width), strict=True)
+    )
+    if flip:
+        columns = torch.where(rng.bernoulli(0.5, (count, 1)), columns.flip(1), columns)
+    device = padded.device
+    places = torch.arange(count)[:, None, None].to(device), rows[:, :, None].to(device), columns[:, None, :].to(device)
+    moved = padded.permute(0, 2, 3, 1)[places].permute(0, 3, 1, 2)  # (N * copies, C, H, W)
+    return Batch(moved, many.labels, many.sensitive)
 
 
 def _scaled_sum(each: Tensor, factors: Tensor, grid: float) -> Tensor:
