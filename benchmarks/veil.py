@@ -11,12 +11,12 @@ import statistics
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import gradveil
 from gradveil.config import TrainSettings
 from gradveil.engines.simulation import Simulation
 
@@ -58,7 +58,7 @@ def main() -> None:
     result = {
         "command": "python benchmarks/veil.py --out results/veil.json",
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"gradveil": gradveil.__version__, "torch": torch.__version__},
+        "versions": {"gradveil": version("gradveil"), "torch": torch.__version__},
         "seeds": list(SEEDS),
         "settings": "mnist-5k, patches, 10 clients, 60 rounds, one thread; seconds are computing time per round",
         "trainings": found,

@@ -8,7 +8,7 @@ from dp_accounting.pld import PLDAccountant
 from torch import nn
 
 from gradveil.attacks import build_attack
-from gradveil.defences import Arrived, Client, Releases, Server, build_defence
+from gradveil.defences import Arrived, Budget, Client, Releases, Server, build_defence
 from gradveil.defences.ca_fl import CaFl, draw_sensing, recover
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.secret_stream import SecretStream
@@ -171,8 +171,8 @@ def test_the_server_draws_a_seed_each_round_and_the_bound_follows_the_model():
 
 def test_the_budget_adds_up():
     releases = Releases(500, 32, 1000, 60, rounds=3, entries=1001)
-    assert CaFl(per="update").budget(releases) == (15.0, 0.0)
-    assert CaFl().budget(releases) == (5.0 * 101 * 3, 0.0)
+    assert CaFl(per="update").budget(releases) == Budget(15.0, 0.0)
+    assert CaFl().budget(releases) == Budget(5.0 * 101 * 3, 0.0)
     assert CaFl().budget(releases._replace(entries=0)) is None
 
 

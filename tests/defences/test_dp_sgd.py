@@ -11,7 +11,7 @@ from opacus import GradSampleModule
 from torch import nn
 
 from gradveil.config import TrainSettings
-from gradveil.defences import Arrived, Chain, Client, Releases, build_defence
+from gradveil.defences import Arrived, Budget, Chain, Client, Releases, build_defence
 from gradveil.defences.dp_sgd import DpSgd
 from gradveil.defences.parts import clipped
 from gradveil.defences.parts.accounting import epsilon
@@ -261,8 +261,8 @@ def test_a_gradient_that_is_not_finite_counts_as_zero(bad):
 
 def test_the_budget_of_poisson_samples():
     releases = Releases(num_examples=600, batch_size=6, steps=1000, uses=10)
-    assert DpSgd().budget(releases) == (epsilon(1.0, 0.01, 1000, 1e-5), 1e-5)
-    assert DpSgd(delta=1e-3, noise=2.0).budget(releases) == (epsilon(2.0, 0.01, 1000, 1e-3), 1e-3)
+    assert DpSgd().budget(releases) == Budget(epsilon(1.0, 0.01, 1000, 1e-5), 1e-5)
+    assert DpSgd(delta=1e-3, noise=2.0).budget(releases) == Budget(epsilon(2.0, 0.01, 1000, 1e-3), 1e-3)
     assert DpSgd(accountant="prv").budget(releases).epsilon < DpSgd().budget(releases).epsilon
     assert DpSgd().budget(Releases(5, 8, 3, 3)).epsilon == epsilon(1.0, 1.0, 3, 1e-5)
     assert DpSgd(noise=0.0).budget(releases) is None

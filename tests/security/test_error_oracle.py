@@ -1,14 +1,14 @@
 """An error leaves the site as a code without noise, so whether there is one must not depend on the private images."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from gradveil.defences import Client, build_defence, dp_sgd
+from gradveil.defences import Client, build_defence
 from gradveil.defences.dp_sgd import DpSgd
+from gradveil.defences.parts import clipped
 from gradveil.defences.pogz import Pogz
 from gradveil.errors import DefenceError
 from gradveil.models import create_model
@@ -61,12 +61,12 @@ def test_a_layer_that_tracks_statistics_is_refused_even_if_they_did_not_move(nam
 
 @pytest.mark.parametrize(("clip", "entries"), [(1.0, 10**6), (1.0, 10**4), (0.01, 10**5), (1e-3, 10**5)])
 def test_a_huge_gradient_never_exceeds_the_bound(monkeypatch, clip, entries):
-    defence, client = DpSgd(clip=clip), SimpleNamespace(model=None, report=lambda *values, **more: None)
+    grid = DpSgd(clip=clip)._grid
     one = Batch(torch.zeros(1, 1, 2, 2), torch.zeros(1, dtype=torch.long), torch.zeros(1) > 0)
     for share in torch.linspace(0.5, 1, 9).tolist():
         huge = {"w": torch.full((1, entries), 3e38 * share)}
-        monkeypatch.setattr(dp_sgd, "_gradients", lambda model, batch, huge=huge: huge)
-        total = defence._clipped_sum(one, client)["w"] * defence._grid
+        monkeypatch.setattr(clipped, "per_example_gradients", lambda model, batch, copies, huge=huge: huge)
+        total = clipped.clipped_sum(None, one, {"w": huge["w"][0]}, clip * clipped.BELOW, grid, clip)[0]["w"] * grid
         assert 0.99 * clip < float(total.norm()) <= clip
 
 

@@ -1,7 +1,8 @@
 """The command line. stdout carries results (with --json exactly one document), stderr progress and warnings.
 
-Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input, 3 a criterion of --fail-on is met or what was
-compared differs, 130 ended by Ctrl-C. Nothing heavy is imported here: each command imports what it needs when it runs.
+Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input, 3 what was asked does not hold (a criterion of
+--fail-on is met, what was compared differs, settings give less privacy than they state), 130 ended by Ctrl-C. Nothing
+heavy is imported here: each command imports what it needs when it runs.
 """
 
 import sys
@@ -14,6 +15,7 @@ from gradveil.cli.compare import compare_command
 from gradveil.cli.data import data_app
 from gradveil.cli.diagnose import diagnose_command
 from gradveil.cli.generator import train_generator_command
+from gradveil.cli.lint import lint_command
 from gradveil.cli.lists import describe, list_components
 from gradveil.cli.options import with_options
 from gradveil.cli.runs import audit_command, report_command, reproduce_command, train_command
@@ -39,6 +41,7 @@ app.command("train-generator")(
 )
 app.command("score")(score_command)
 app.command("compare")(compare_command)
+app.command("lint")(lint_command)
 app.command("report")(report_command)
 app.command("reproduce")(reproduce_command)
 app.add_typer(data_app, name="data")
