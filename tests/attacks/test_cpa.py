@@ -144,3 +144,14 @@ def test_a_network_without_a_linear_layer_on_vectors_is_named():
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ConfigError):
         Cpa(**bad)
+
+
+def test_a_batch_with_an_image_missing_is_not_called_exact():
+    truth, seen = look(6)
+    twice = torch.cat([truth[0, :5], truth[0, :1]])
+    private = [Batch(twice, torch.arange(6) % 5 % 4, torch.zeros(6) > 0)]
+    seen = observe(seen.network, private, threat=ThreatModel.of(*ONLY_NUMBER), num_classes=4)
+    found = run(Cpa(), seen)
+    assert (psnr(truth[0, :5], align(truth[0, :5], found.images[0])) > 60).all()
+    assert not found.converged.any()
+    assert found.why == ("5 of 6 images surely exact; 1 of 6 images do not stand out from noise or rounding",)

@@ -82,3 +82,16 @@ def test_bad_settings_are_refused():
         Spear(restarts=0)
     with pytest.raises(ConfigError, match="way"):
         Spear(way="luck")
+
+
+def test_a_batch_with_an_image_missing_is_not_called_exact_although_its_gradient_is_explained():
+    """An image that is there twice adds nothing to the gradient, so one of the two has no guess."""
+    truth, seen = look(6)
+    twice = torch.cat([truth[0, :5], truth[0, :1]])
+    private = [Batch(twice, torch.arange(6) % 5 % 4, torch.zeros(6) > 0)]
+    seen = observe(seen.network, private, threat=ThreatModel.of("num-examples"), num_classes=4)
+    found = run(Spear(), seen)
+    assert (found.loss < 1e-4).all()
+    assert found.images[0].isfinite().flatten(1).all(1).sum() == 5
+    assert not found.converged.any()
+    assert found.why == ("5 of 6 images surely exact; 1 of 6 images do not stand out from noise or rounding",)

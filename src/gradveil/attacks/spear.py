@@ -133,6 +133,7 @@ class Spear(Attack):
         wanted = count or max(1, *(len(inputs) for inputs, _ in found))
         images = torch.full((len(found), wanted, *seen.shape), torch.nan, dtype=torch.float64)
         loss, why = torch.full((len(found),), torch.nan, dtype=torch.float64), list[str]()
+        whole = torch.tensor([int(sure.sum()) == (count or len(sure)) for _, sure in found])
         for target, (inputs, sure) in enumerate(found):
             pixels = space.to_pixels(inputs.view(-1, *seen.shape)).nan_to_num(0.5, 0.5, 0.5).clamp(0, 1)
             images[target, : len(pixels)] = pixels
@@ -143,13 +144,13 @@ class Spear(Attack):
             images=images.to(like),
             labels=torch.full(images.shape[:2], -1, device=like.device),
             loss=loss.to(like),
-            converged=(loss < _EXACT).to(like.device),
+            converged=((loss < _EXACT) & whole).to(like.device),
             why=tuple(why),
         )
 
 
 _EXACT = 1e-3
-"""Relative misfit of the gradient up to which a batch counts as recovered."""
+"""Relative misfit of the gradient up to which a batch counts as recovered, if every image is surely exact."""
 WITHOUT = "concealed samples found too, and left out"
 
 
