@@ -6,12 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting.pld import PLDAccountant
 from torch import nn
 
 from gradveil.audits import make_audit_settings
 from gradveil.audits.run import audit
 from gradveil.defences import Client, build_defence
 from gradveil.defences.dp_sgd import DpSgd
+from gradveil.defences.parts.accounting import epsilon
 from gradveil.defences.parts.grid import grid_of
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError
@@ -115,3 +118,16 @@ def test_every_look_at_a_client_counts(tmp_path):
     assert shown[20]["pogz:noise=1"] > 5 * shown[1]["pogz:noise=1"]
     assert shown[20]["dp-sgd"] == pytest.approx(build_defence("dp-sgd").budget(releases).epsilon)
     assert shown[20]["ca-fl"] == pytest.approx(20 * shown[1]["ca-fl"])
+
+
+@pytest.mark.parametrize("noise", [1.0, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 1.0])
+def test_no_budget_is_below_that_of_a_tight_accountant(noise, rate):
+    """At 48 points in all, neither accountant states less than Google's privacy loss distributions."""
+    one = GaussianDpEvent(noise)
+    step = one if rate == 1 else PoissonSampledDpEvent(rate, one)
+    for steps in (1, 10, 100):
+        tight = PLDAccountant().compose(SelfComposedDpEvent(step, steps)).get_epsilon(1e-5)
+        assert tight > 0
+        for accountant in ("rdp", "prv"):
+            assert epsilon(noise, rate, steps, 1e-5, accountant) >= tight
