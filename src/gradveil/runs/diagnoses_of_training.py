@@ -38,7 +38,7 @@ def wrong_sign(case: Case) -> Diagnosis | None:
 def label_smoothing(case: Case) -> Diagnosis | None:
     """Find targets that are not one-hot, in the last layer of a single image or on a batch as a whole."""
     found = one_image(case)
-    if found is None or found.misfit > 0.05:
+    if found is None or found.smoothing is None or found.misfit > 0.05:
         return None
     beyond = found.smoothing - case.how.label_smoothing
     if abs(beyond) < 0.02:
@@ -95,9 +95,9 @@ def dropout(case: Case) -> Diagnosis | None:
         lost = share**case.images
         usual = empty_columns(case.probe_gradient(case.probes[: case.images])[key])
         expected = usual + lost * (1 - usual)
-        if case.steps > 1 or (expected - usual) * case.weights[key].shape[1] < 4:
+        if case.steps > 1 or expected - usual < 0.05 or (expected - usual) * case.weights[key].shape[1] < 4:
             continue
-        found = empty_columns(case.gradient[key])
+        found = empty_columns(case.gradient[key], case.rounding(key))
         was_on = found > (usual + expected) / 2
         if was_on != on:
             return Diagnosis(

@@ -79,6 +79,13 @@ class Case:
         decay = 0.0 if self.spec.kind == "gradient" else self.how.weight_decay
         return {name: -change / length - decay * self.weights[name] for name, change in self.change.items()}
 
+    def rounding(self, name: str) -> Tensor | float:
+        """Return what rounding leaves of a gradient that is zero, if weight decay moved the weights nevertheless."""
+        if not self.how.weight_decay or self.spec.kind == "gradient":
+            return 0.0
+        unit = torch.finfo(self.sent[name].dtype).eps
+        return 4 * unit * self.weights[name].abs() / (self.spec.lr or 1.0)
+
     @cached_property
     def flat(self) -> Tensor:
         """The mean gradient as one vector."""
@@ -156,12 +163,12 @@ class OneImage:
 
     Attributes:
         scale: how many times the gradient is as large as that of the mean cross-entropy.
-        smoothing: the label smoothing that fits best.
+        smoothing: the label smoothing that fits best; None for two classes, where it looks like another scale.
         misfit: share of the bias gradient that no scale and smoothing explain.
     """
 
     scale: float
-    smoothing: float
+    smoothing: float | None
     misfit: float
 
 
@@ -183,7 +190,7 @@ def one_image(case: Case) -> OneImage | None:
     found = torch.linalg.lstsq(columns, bias[:, None], driver="gelsd").solution.flatten()
     misfit = float((columns @ found - bias).norm() / bias.norm())
     scale = float(found[0])
-    return OneImage(scale, float(found[1]) / scale if classes > 2 and scale else 0.0, misfit)
+    return OneImage(scale, float(found[1]) / scale if classes > 2 and scale else None, misfit)
 
 
 def balances(case: Case, gradient: Tensors) -> Iterator[tuple[str, float]]:
@@ -222,9 +229,10 @@ def scale_blindness(case: Case, gradient: Tensors) -> float | None:
     return sum(float(along) for along, _ in sizes) / whole if whole else None
 
 
-def empty_columns(gradient: Tensor) -> float:
-    """Return the share of a layer's inputs (or input channels) whose whole weight gradient is zero."""
-    used = gradient.ne(0).flatten(2).any(2) if gradient.dim() > 2 else gradient.ne(0)
+def empty_columns(gradient: Tensor, rounding: Tensor | float = 0.0) -> float:
+    """Return the share of a layer's inputs (or input channels) whose whole weight gradient is zero, up to rounding."""
+    used = gradient.abs() > rounding
+    used = used.flatten(2).any(2) if used.dim() > 2 else used
     return 1 - float(used.any(0).double().mean())
 
 

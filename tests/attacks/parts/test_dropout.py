@@ -56,6 +56,25 @@ def test_the_mask_of_one_image_is_read_off_the_next_layer():
         torch.testing.assert_close(found[name], wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.AdamW])
+def test_weight_decay_does_not_hide_the_mask(optimiser):
+    net, decay, lr = network(), 0.01, 0.05
+    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    kept = []
+    net.train()[3].register_forward_hook(lambda layer, inputs, output: kept.append(output != 0))
+    steps = optimiser(net.parameters(), lr=lr, weight_decay=decay)
+    nn.functional.cross_entropy(net(images(1)), torch.tensor([2])).backward()
+    before = deepcopy(net)
+    before.load_state_dict(start)
+    steps.step()
+    change = {name: p.detach() - start[name] for name, p in net.named_parameters()}
+    how = LocalSettings(epochs=1, batch_size=0, weight_decay=decay, optimiser=optimiser.__name__.lower())
+    known = Known(labels=[2], local_steps=how)
+    seen = received(before, change, shape=(1, 8, 8), num_classes=4, lr=lr, num_examples=1, known=known)
+    search, _ = masked(seen)
+    assert torch.equal(search.move.outputs["3.logits"], torch.where(kept[0], SURE, -SURE))
+
+
 def test_masks_of_several_images_are_searched_from_the_average():
     seen, kept = step(network(), images(3), torch.tensor([0, 1, 2]))
     search, replay = masked(seen)

@@ -19,10 +19,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from gradveil.attacks.parts.local_training import Replay
 from gradveil.attacks.parts.search import Search
 from gradveil.networks.watch import LayerCall, record
-from gradveil.threat import Observation
+from gradveil.threat import Knowledge, Observation
 
 SURE = 20.0
 """Logit of a unit that is known to be kept; minus this is one that is known to be dropped."""
+
+
+ROUGHLY = 0.3
+"""Relative error of what Adam's first step shows of a gradient."""
 
 
 class Masked(nn.Module):
@@ -110,13 +114,28 @@ def _columns(later: list[LayerCall], seen: Observation, shape: tuple[int, ...]) 
     following = next((call for call in later if f"{call.name}.weight" in seen.updates), None)
     if following is None or not isinstance(following.layer, (nn.Linear, nn.Conv2d)):
         return None
-    weight = seen.updates[f"{following.name}.weight"]
+    moved = _moved(seen, f"{following.name}.weight", following.layer.weight.detach())
     if isinstance(following.layer, nn.Linear) and following.layer.in_features == torch.Size(shape).numel():
-        return weight.ne(0).any(1).view(-1, *shape)
+        return moved.any(1).view(-1, *shape)
     whole = len(shape) == 1 and isinstance(following.layer, nn.Conv2d) and following.layer.groups == 1
     if whole and following.layer.in_channels == shape[0]:
-        return weight.ne(0).flatten(3).any(3).any(1)
+        return moved.flatten(3).any(3).any(1)
     return None
+
+
+def _moved(seen: Observation, name: str, weight: Tensor) -> Tensor:
+    """Return which entries (T, ...) of a weight a gradient moved, not weight decay alone."""
+    change = seen.updates[name]
+    how = seen.local_steps if seen.knows(Knowledge.LOCAL_STEPS) else None
+    if how is None or not how.weight_decay:
+        return change.ne(0)
+    rounding = 4 * torch.finfo(weight.dtype).eps * weight.abs()
+    if how.optimiser == "adamw":  # decay was taken out of the change, up to rounding, which its inversion shrinks
+        return change.abs() > how.eps * rounding
+    decayed = -seen.lr * how.weight_decay * weight
+    if how.is_adam:  # decay is part of the gradient, whose size Adam shows roughly
+        return (change - decayed).abs() > ROUGHLY * decayed.abs()
+    return (change - decayed).abs() > rounding
 
 
 def _set(network: nn.Module, name: str, layer: nn.Module) -> None:
