@@ -191,6 +191,22 @@ def test_an_update_without_information_gives_no_guess(files):
     assert (files.out / "images" / "target-1.png").exists()
 
 
+def test_what_is_wrong_is_told_before_the_attack_and_in_the_row(gradveil, files):
+    for number, path in enumerate(files.updates):
+        save_file({name: 5 * g for name, g in files.gradients[number].items()}, path)
+    code, out, err = gradveil(*files.arguments("--json", attack=QUICK))
+    assert code == 0, err
+    assert err.count("Diagnosis: ") == 2
+    for row in json.loads(out)["rows"]:
+        assert "learning rate: the update is 5 times as large as stated" in row["why"]
+
+
+def test_a_criterion_of_an_attack_gives_its_exit_code(gradveil, files):
+    code, _, err = gradveil(*files.arguments("--truth", files.truth, "--fail-on", "psnr>35"))
+    assert code == 3, err
+    assert "Criterion psnr>35 is met" in err
+
+
 def test_a_batch_is_matched_to_the_truth_before_it_is_scored(files):
     """The order of the true images does not change the scores."""
     images = files.images[:, 0]

@@ -97,6 +97,7 @@ def audit(
     number of workers. A cell that fails is recorded with its reason; ``resume`` tries it again.
     """
     from gradveil.report.audit import write_report  # matplotlib takes a second, and workers draw nothing
+    from gradveil.report.card import write_card
     from gradveil.report.files import table_csv
     from gradveil.report.summary import membership, summarise, utility
 
@@ -136,6 +137,7 @@ def audit(
         write_atomic(out / "rows.jsonl", to_lines(rows))
         write_atomic(out / "rows.csv", table_csv(rows, settings.schema, *_kinds(rows)))
         report = write_report(out)
+        write_card(out)
     failed = {row["cell"]: f"{_title(row)}: {row['why']}" for row in rows if row["failed"]}
     schema = settings.schema
     lines = summarise(rows, schema), utility(rows, schema), membership(rows, schema)

@@ -55,7 +55,17 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
         trusting_code(trust_code),
     ):
         move(0, 1, doing)
-        rows = attack_files(model_file, update, read_spec(spec), attack, out, seed=seed, device=device, scoring=scoring)
+        rows = attack_files(
+            model_file,
+            update,
+            read_spec(spec),
+            attack,
+            out,
+            seed=seed,
+            device=device,
+            scoring=scoring,
+            told=lambda text: say(f"Diagnosis: {text}", err=True),
+        )
     verdicts = judge_rows(criteria, rows)
     if as_json:
         found = [{"criterion": v.criterion, "met": v.met, "reason": v.reason} for v in verdicts]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ class Scoring:
         return schema_of(self.metrics)
 
 
-def attack_files(
+def attack_files(  # noqa: PLR0913 - its arguments are the options of the command
     model_file: Path,
     updates: Sequence[Path],
     spec: UpdateSpec,
@@ -62,6 +62,7 @@ def attack_files(
     seed: int = 0,
     device: str = "cpu",
     scoring: Scoring = Scoring(),
+    told: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Attack all updates at once; save settings, rows, images and reconstruction in ``out``, and return the rows.
 
@@ -77,6 +78,7 @@ def attack_files(
         seed: seed of the attack's random draws.
         device: device on which the attack runs.
         scoring: the private images and the metrics, for scores.
+        told: called with each diagnosis of an update before the attack starts.
     """
     in_range("seed", seed, 0, 2**63 - 1)
     spec = spec.resolved()
@@ -84,6 +86,9 @@ def attack_files(
     _check_new(out)
     seen = observe_files(spec, model_file, updates, usable_device(device))
     diagnoses = _diagnosed(spec, model_file, updates)
+    for path, found in zip(updates, diagnoses, strict=True):
+        for text in found:
+            told(f"{path}: {text}")
     _check_needs(chosen, seen)
     truth = scoring.truth
     private = None if truth is None else read_truth(truth, seen, spec.num_examples)

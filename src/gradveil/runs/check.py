@@ -134,11 +134,12 @@ def check(  # noqa: PLR0913 - its arguments are the options of the command
 
 
 def verdicts_of(result: AuditResult, fail_on: str | Sequence[str] = ()) -> list[Verdict]:
-    """Return the verdicts of criteria on an audit, and write its privacy card."""
+    """Return the verdicts of criteria on an audit, and write its privacy card again with them."""
     lines = {"summary": result.summary, "costs": result.utility, "members": result.membership}
     criteria = parse_criteria(fail_on, fields_of(result.schema)) if fail_on else ()
     verdicts = judged(criteria, lines, result.schema)
-    write_card(result.out, verdicts)
+    if verdicts:
+        write_card(result.out, verdicts)
     return verdicts
 
 
