@@ -64,14 +64,14 @@ def adam(case: Case) -> Diagnosis | None:
     if equal and not case.how.is_adam:
         return Diagnosis(
             "Adam",
-            f"half of all weights moved by more than {middle:.2g} of the rate per step, and almost none by more than "
-            f"{top:.2g}; gradients are never that even",
+            f"half of all weights moved by at least {middle:.3g} and 99 % by at most {top:.3g} rates per step; "
+            "gradients are never that even",
             'State optimiser = "adam" (or "adamw", with its weight_decay).',
         )
     if case.how.is_adam and not equal:
         return Diagnosis(
             "not Adam",
-            f"weights moved by {middle:.2g} of the rate per step (median), where Adam's steps are about 1",
+            f"half of all weights moved by at most {middle:.3g} rates per step, where Adam moves them by about 1",
             f'State the optimiser that was used: now it is "{case.how.optimiser}".',
         )
     return None
