@@ -60,3 +60,8 @@ def test_the_example_ends_in_a_page_and_a_card(tmp_path, monkeypatch, capsys):
     assert "CheckResult(fails" in capsys.readouterr().out
     for name in ("report.html", "privacy_card.md", "privacy_card.json"):
         assert (tmp_path / "checked" / name).exists()
+
+
+def test_the_table_of_facts_is_the_measured_one():
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "own_training.py"))
+    assert benchmark["BEGIN"] + benchmark["table"]() + benchmark["END"] in PAGE

@@ -38,7 +38,7 @@ DIAGNOSES: tuple[tuple[Callable[[Case], Diagnosis | None], frozenset[str]], ...]
     (near_zero, frozenset({"not finite"})),
     (whole_weights, frozenset({"not finite", "near-zero gradient"})),
     (adam, frozenset({"not finite", "near-zero gradient", "whole weights"})),
-    (quantised, frozenset({"not finite", "near-zero gradient", "whole weights"})),
+    (quantised, frozenset({"not finite", "near-zero gradient", "whole weights", "Adam"})),
     (pruned, frozenset({"not finite", "near-zero gradient", "whole weights"})),
     (wrong_sign, frozenset({"not finite", "near-zero gradient", "whole weights"})),
     (weight_decay, frozenset({"not finite", "near-zero gradient", "whole weights", "Adam", "quantised", "pruned"})),
