@@ -29,6 +29,7 @@ from gradveil.engines.simulation import Simulation
 from gradveil.engines.site import run_settings
 from gradveil.engines.tripwire import TripwireWarning
 from gradveil.errors import ConfigError, DefenceError, RunFolderError, TripwireError, WorkerError
+from gradveil.models import create_model
 from gradveil.storage import load_tensors
 from tests.conftest import PROBES
 from tests.engines.test_simulation import same, small_set
@@ -129,6 +130,7 @@ def both(settings, tmp_path, **options):
         ("none", {"sampled": 2, "sensitive": "0.25", "partition": "dirichlet:alpha=1.0,min_images=4"}),
         ("prune", {"model": "resnet20", "rounds": 1}),
         ("dp-sgd", {"lr_decay": 0.5}),
+        ("veil:mu=8", {"model": "patches:filters=4", "rounds": 3}),
         ("soteria:probes=4", {"rounds": 1, "partition": "iid:images=4"}),
         ("entangle", {}),
         ("ca-fl", {}),
@@ -416,6 +418,21 @@ def test_a_site_trains_only_under_the_agreed_defence(settings, tmp_path, run, ag
     else:
         with pytest.raises(ConfigError, match=r"Node 8 sent nothing\. The run's defence must be the one"):
             flower_training(grid, settings, load_dataset(settings.dataset))
+
+
+def test_a_site_refuses_a_trunk_that_is_not_its_own(settings, tmp_path):
+    settings = replace(settings, model="patches:filters=4", rounds=1)
+    training = flower_training(LocalGrid(settings, tmp_path), settings, load_dataset(settings.dataset))
+    other = create_model("patches:filters=4", (1, 28, 28), 10, 0, public=torch.rand(9, 1, 28, 28))
+    training.engine.pin(other.trunk)
+    with pytest.raises(ConfigError, match="The frozen part of its model is not the server's"):
+        training.step(1)
+
+
+def test_a_site_refuses_noise_that_is_shared_since_updates_travel_in_the_open(settings, tmp_path):
+    settings = replace(settings, model="patches:filters=4", defence="veil:at=sum", aggregation="secure")
+    with pytest.raises(ConfigError, match="shares its noise among clients, which needs secure aggregation"):
+        flower_training(LocalGrid(settings, tmp_path), settings, load_dataset(settings.dataset))
 
 
 @pytest.mark.parametrize(("agreed", "fine"), [("logistic", True), ("mlp", False)])

@@ -12,7 +12,7 @@ from gradveil.errors import DataError
 from gradveil.models.trunk import FeatureMemo, image_hashes, learn_features, trunk_of
 from gradveil.storage import PrivateFolder
 
-MOST_BYTES = 2**29
+MOST_BYTES = 2**30
 """Features that a process keeps in memory; those of other clients are read from their folders again."""
 _FILE = "features"
 
