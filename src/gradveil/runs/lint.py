@@ -1,6 +1,6 @@
 """The epsilon that settings of differential privacy really give, per round and per training.
 
-A mechanism's name and settings become a `Finding`: the noise that is really added, the largest change that one client
+A mechanism's name and settings become a `LintFinding`: the noise that is really added, the largest change that one client
 or image can make, and what both amount to, whatever epsilon the settings state. Epsilon of Gaussian noise is exact
 (`gradveil.defences.parts.gaussian_dp`); that of sampled batches is the accountant's.
 """
@@ -49,7 +49,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintFinding:
     """What one mechanism really gives.
 
     Attributes:
@@ -80,7 +80,7 @@ class Finding:
         return self.round >= MOST_EPSILON or (self.stated is not None and self.round > SLACK * self.stated)
 
 
-def local_dp_mod(values: Values, use: Use) -> Finding:
+def local_dp_mod(values: Values, use: Use) -> LintFinding:
     """Judge Flower's LocalDpMod: clips to ``clipping_norm``, but scales its noise by ``sensitivity``.
 
     Example:
@@ -105,7 +105,7 @@ def local_dp_mod(values: Values, use: Use) -> Finding:
     return _gaussian("LocalDpMod", _ratio(clip, noise), stated, delta, use, unit, why)
 
 
-def central_dp(values: Values, use: Use) -> Finding:
+def central_dp(values: Values, use: Use) -> LintFinding:
     """Judge Flower's central strategies, of any clipping: noise of ``noise_multiplier`` times the clipping norm."""
     noise, stated = *_numbers(values, "noise_multiplier"), None
     unit = "a client, from whoever sees the models; the server itself sees every update"
@@ -115,7 +115,7 @@ def central_dp(values: Values, use: Use) -> Finding:
     return _gaussian("central DP", _ratio(1.0, noise), stated, USUAL_DELTA, use, unit, why)
 
 
-def svt_privacy(values: Values, use: Use) -> Finding:
+def svt_privacy(values: Values, use: Use) -> LintFinding:
     """Judge NVFlare's SVTPrivacy: the threshold, the selection, and each of the released values cost epsilon.
 
     The selection costs epsilon times (2 n)^(2/3), and n released values cost ``noise_var`` each, for the fraction n of
@@ -132,16 +132,16 @@ def svt_privacy(values: Values, use: Use) -> Finding:
     sent = min(math.ceil(use.entries * fraction), use.entries)
     whole = first + first * (2 * sent) ** (2 / 3) + release * sent
     why = f"each of {sent:,} released values costs {release:g}; epsilon={first:g} is that of the threshold alone"
-    return Finding("", "SVTPrivacy", first, whole, whole * use.rounds, 0.0, unit, why)
+    return LintFinding("", "SVTPrivacy", first, whole, whole * use.rounds, 0.0, unit, why)
 
 
-def percentile_privacy(values: Values, use: Use) -> Finding:
+def percentile_privacy(values: Values, use: Use) -> LintFinding:
     """Judge NVFlare's PercentilePrivacy, which truncates and adds no noise."""
     unit, why = "nothing", "it truncates values and adds no noise, which is no differential privacy"
-    return Finding("", "PercentilePrivacy", None, MOST_EPSILON, MOST_EPSILON, USUAL_DELTA, unit, why)
+    return LintFinding("", "PercentilePrivacy", None, MOST_EPSILON, MOST_EPSILON, USUAL_DELTA, unit, why)
 
 
-def opacus(values: Values, use: Use) -> Finding:
+def opacus(values: Values, use: Use) -> LintFinding:
     """Judge Opacus's ``make_private``; without the numbers of images and batches, without amplification."""
     (noise,) = _numbers(values, "noise_multiplier")
     unit = "one image, from the server"
@@ -158,20 +158,20 @@ def opacus(values: Values, use: Use) -> Finding:
     else:
         steps, why = use.epochs * -(-use.images // use.batch_size), ""
     each, whole = (sampled_epsilon(noise, rate, steps * count, USUAL_DELTA) for count in (1, use.rounds))
-    return Finding("", "make_private", None, each, whole, USUAL_DELTA, unit, why)
+    return LintFinding("", "make_private", None, each, whole, USUAL_DELTA, unit, why)
 
 
-def opacus_with_epsilon(values: Values, use: Use) -> Finding:
+def opacus_with_epsilon(values: Values, use: Use) -> LintFinding:
     """Judge Opacus's ``make_private_with_epsilon``, whose target is that of one call."""
     stated, delta = _numbers(values, "target_epsilon", "target_delta")
     unit = "one image, from the server"
     if stated is None or not delta:
         return _unknown("make_private_with_epsilon", stated, delta, unit, "target_epsilon and target_delta")
     why = "" if use.rounds == 1 else f"the target is for one call; {use.rounds} calls add up, and their deltas too"
-    return Finding("", "make_private_with_epsilon", stated, stated, stated * use.rounds, delta, unit, why)
+    return LintFinding("", "make_private_with_epsilon", stated, stated, stated * use.rounds, delta, unit, why)
 
 
-def ours(spec: str, settings: TrainSettings, use: Use) -> Finding | None:
+def ours(spec: str, settings: TrainSettings, use: Use) -> LintFinding | None:
     """Judge a defence of gradveil in a training, or return None if it is `none`."""
     if build_defence(spec).spec == "none":
         return None
@@ -182,12 +182,12 @@ def ours(spec: str, settings: TrainSettings, use: Use) -> Finding | None:
     one, whole = (weakest_budget(defence, how, [images], count, use.entries) for count in (1, played.rounds))
     if one is None or whole is None:
         why = "it states no differential privacy: what it adds or leaves out has no proof"
-        return Finding("", spec, None, MOST_EPSILON, MOST_EPSILON, USUAL_DELTA, "nothing", why)
+        return LintFinding("", spec, None, MOST_EPSILON, MOST_EPSILON, USUAL_DELTA, "nothing", why)
     why = "" if use.images else f"give --images, the images of the smallest client; {images:,} are assumed"
-    return Finding("", spec, None, one.epsilon, whole.epsilon, whole.delta, "one image, from the server", why)
+    return LintFinding("", spec, None, one.epsilon, whole.epsilon, whole.delta, "one image, from the server", why)
 
 
-MECHANISMS: Mapping[str, Callable[[Values, Use], Finding]] = {
+MECHANISMS: Mapping[str, Callable[[Values, Use], LintFinding]] = {
     "LocalDpMod": local_dp_mod,
     "DifferentialPrivacyServerSideFixedClipping": central_dp,
     "DifferentialPrivacyServerSideAdaptiveClipping": central_dp,
@@ -209,14 +209,14 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 _SVT = ("epsilon", "noise_var", "fraction")
 
 
-def _gaussian(name: str, mu: float, stated: float | None, delta: float, use: Use, unit: str, why: str) -> Finding:
+def _gaussian(name: str, mu: float, stated: float | None, delta: float, use: Use, unit: str, why: str) -> LintFinding:
     each, whole = (epsilon_of(mu * math.sqrt(count), delta) for count in (1, use.rounds))
-    return Finding("", name, stated, each, whole, delta, unit, why)
+    return LintFinding("", name, stated, each, whole, delta, unit, why)
 
 
-def _unknown(name: str, stated: float | None, delta: float | None, unit: str, needs: str) -> Finding:
+def _unknown(name: str, stated: float | None, delta: float | None, unit: str, needs: str) -> LintFinding:
     why = f"the file must give numbers for {needs}, got others"
-    return Finding("", name, stated, None, None, delta or USUAL_DELTA, unit, why)
+    return LintFinding("", name, stated, None, None, delta or USUAL_DELTA, unit, why)
 
 
 def _ratio(clip: float, noise: float) -> float:

@@ -9,13 +9,13 @@ from typing import Any
 from gradveil.config import TrainSettings, make_train_settings, refuse_code
 from gradveil.errors import ConfigError
 from gradveil.limits import LONGEST_SETTINGS, parse_json, parse_toml, read_bytes
-from gradveil.runs.lint import ARGUMENTS, MECHANISMS, Finding, Use, ours
+from gradveil.runs.lint import ARGUMENTS, MECHANISMS, LintFinding, Use, ours
 
 LOCAL_DP = {"clipping_norm", "sensitivity", "epsilon", "delta"}
 """Keys that together configure Flower's LocalDpMod in somebody's run config."""
 
 
-def lint(path: Path, use: Use | None = None) -> list[Finding]:
+def lint(path: Path, use: Use | None = None) -> list[LintFinding]:
     """Return what each mechanism in a file really gives. Raise `ConfigError` if the file has none, or can't be read."""
     use = use or Use()
     try:
@@ -38,7 +38,7 @@ def lint(path: Path, use: Use | None = None) -> list[Finding]:
     return [replace(one, where=f"{path.name}{one.where}") for one in found]
 
 
-def _in_python(tree: ast.Module, use: Use) -> Iterator[Finding]:
+def _in_python(tree: ast.Module, use: Use) -> Iterator[LintFinding]:
     """Yield the calls of known mechanisms; arguments are literals, or names that are assigned a literal once."""
     known: dict[str, object] = {}
     for node in ast.walk(tree):
@@ -66,7 +66,7 @@ def _literal(node: ast.expr, known: Mapping[str, object]) -> object:
         return None
 
 
-def _in_values(values: object, place: str, use: Use) -> Iterator[Finding]:
+def _in_values(values: object, place: str, use: Use) -> Iterator[LintFinding]:
     """Yield the mechanisms in nested dictionaries and lists."""
     if isinstance(values, list):
         for number, item in enumerate(values):
@@ -89,7 +89,7 @@ def _in_values(values: object, place: str, use: Use) -> Iterator[Finding]:
         yield from _in_values(value, f"{place}.{key}".lstrip("."), use)
 
 
-def _our_own(values: Mapping[str, Any], use: Use) -> Finding | None:
+def _our_own(values: Mapping[str, Any], use: Use) -> LintFinding | None:
     names = {field.name for field in fields(TrainSettings)}
     settings = make_train_settings({key: value for key, value in values.items() if key in names})
     return ours(settings.defence, settings, use)
