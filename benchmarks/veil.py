@@ -35,6 +35,28 @@ def trained(settings: TrainSettings, root: Path | None) -> dict[str, Any]:
     return rows[-1] | {"round_seconds": statistics.median(row["seconds"] for row in rows[1:])}
 
 
+def table(document: dict[str, Any]) -> str:
+    """Return the result as the table of docs/defences.md."""
+    found, lines = (
+        document["trainings"],
+        ["| μ | ε at δ = 1e-5 | picked out of 1,000 at most | `at=client` | `at=sum` |"],
+    )
+    lines.append("|---|---|---|---|---|")
+    for mu in (1, 2, 3):
+        own, shared = (found[f"veil:mu={mu}{more}"] for more in ("", ",at=sum"))
+        facts = f"{own['epsilon']:.3g} | {own['identified_bound']:.1%}"
+        lines.append(f"| {mu} | {facts} | {own['mean']:.1%} | {shared['mean']:.1%} |")
+    lines.append(f"| no noise | | | {found[QUIET]['mean']:.1%} | |")
+    return "\n".join(lines)
+
+
+def sentence(document: dict[str, Any]) -> str:
+    """Return the times as the sentence of docs/defences.md."""
+    slowest = max(one["round_seconds"] for one in document["trainings"].values())
+    plain = document["lenet5_undefended_round_seconds"]
+    return f"{slowest:.2f} s of computing for a round of veil, {plain:.2f} s for one of lenet5 without a defence"
+
+
 def main() -> None:
     """Run all trainings, print them, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -42,3 +42,12 @@ def test_the_bounds_beside_attacks_are_the_measured_ones_and_hold_with_their_sla
 def test_the_scores_of_many_defences_are_the_measured_ones():
     page, wanted, _ = generated("score_bound", "score-bound", "results.md", "scores")
     assert [text for text in wanted if text not in page] == []
+
+
+def test_the_price_of_veil_is_the_measured_one():
+    page, wanted, _ = generated("veil", "veil", "defences.md")
+    times = generated("veil", "veil", "defences.md", "sentence")[1]
+    assert [text for text in (*wanted, *times) if text not in page] == []
+    assert all(
+        one["round_seconds"] <= document["lenet5_undefended_round_seconds"] for one in document["trainings"].values()
+    )

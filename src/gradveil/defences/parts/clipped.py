@@ -17,6 +17,8 @@ from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Tensors, Update
 
 _MOST_ENTRIES, _MOST_EXAMPLES = 2**25, 64
+_ROWS = 256
+"""Images of a head that are summed together; more do not fit a processor's cache."""
 BELOW = 1 - 2.0**-20
 """Gradients are clipped to this share of the bound, so that rounding never exceeds it."""
 
@@ -75,17 +77,29 @@ def head_sum(network: FeatureNetwork, batch: Batch, bound: float, grid: float) -
     bound -= grid * math.sqrt(head.numel())
     if bound <= 0:
         raise DefenceError("The noise must be fine enough for a head of this size; lower the noise or the model.")
-    with torch.no_grad():
-        features = network.trunk(batch.images).double()  # in float32, the other images could change an image's bits
-        residuals = torch.softmax(features @ head.double().T, 1) - _one_hot(batch.labels, len(head)).to(features)
-    finite = (residuals.isfinite().all(1) & features.isfinite().all(1))[:, None]
     fine = 2.0 ** -min(20, (52 - math.ceil(math.log2(max(2.0, len(batch) * bound)))) // 2)
+    with torch.no_grad():
+        features, labels = network.trunk(batch.images), _one_hot(batch.labels, len(head))
+        total, clipped = torch.zeros_like(head, dtype=torch.float64), 0
+        for some, wanted in zip(torch.split(features, _ROWS), torch.split(labels, _ROWS), strict=True):
+            part, count = _head_part(head.double(), some.double(), wanted.double(), bound, fine)
+            total, clipped = total + part, clipped + count
+    return in_steps(total * fine**2, grid), clipped / len(batch)
+
+
+def _head_part(weight: Tensor, features: Tensor, labels: Tensor, bound: float, fine: float) -> tuple[Tensor, int]:
+    """Return some images' part of `head_sum`, in units of ``fine`` squared, and how many of them were clipped.
+
+    Logits are float64, too: in float32, the other images of a batch could change the bits of an image's gradient.
+    """
+    residuals = torch.softmax(features @ weight.T, 1) - labels  # (N, classes)
+    finite = (residuals.isfinite().all(1) & features.isfinite().all(1))[:, None]
     right = in_steps(features.where(finite, 0.0), fine)  # (N, D)
-    left = residuals.where(finite, 0.0)  # (N, classes)
+    left = residuals.where(finite, 0.0)
     norms = left.norm(dim=1) * right.norm(dim=1) * fine
     factors = 1 / (norms / bound).clamp(min=1.0)
-    total = in_steps(left * factors[:, None] * BELOW, fine).T @ right  # whole numbers
-    return in_steps(total * fine**2, grid), float((factors < 1).double().mean())
+    whole: Tensor = in_steps(left * factors[:, None] * BELOW, fine).T @ right  # whole numbers
+    return whole, int((factors < 1).sum())
 
 
 def _one_hot(labels: Tensor, classes: int) -> Tensor:
