@@ -33,9 +33,10 @@ INTRODUCTION = """# Every defence and its strongest attacker
 
 Mean PSNR in dB of what attackers recover of private digits: the first update of lenet-dlg in the lab protocol,
 {targets} clients, seed {seed}. *Before*: gradient matching with settings that a person chose; who knows the defence
-uses the countermove in its file. *After*: the best of that, `standard` (quick) and `lti`, which need no countermove. The strongest attacker of a line is the one with the largest mean, chosen with the truth at hand. A blind
-guess knows only the label. *Identified* is the share of images that the strongest attacker's guess picks out among
-1,000 others (chance: 0.1 %).
+uses the countermove in its file. *After*: the best of that, `standard` (quick) and `lti`, which need no countermove.
+The strongest attacker of a line is the one with the largest mean, chosen with the truth at hand. A blind guess knows
+only the label. *Identified* is the share of images that the strongest attacker's guess picks out among 1,000 others
+(chance: 0.1 %).
 
 This page is made from `results/strongest-attackers.json` ({date}, {machine}):
 `{command}`.
