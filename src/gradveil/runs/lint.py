@@ -1,8 +1,8 @@
 """The epsilon that settings of differential privacy really give, per round and per training.
 
 A mechanism's name and settings become a `LintFinding`: the noise that is really added, the largest change that one
-client or image can make, and what both amount to, whatever epsilon the settings state. Epsilon of Gaussian noise is exact
-(`gradveil.defences.parts.gaussian_dp`); that of sampled batches is the accountant's.
+client or image can make, and what both amount to, whatever epsilon the settings state. Epsilon of Gaussian noise is
+exact (`gradveil.defences.parts.gaussian_dp`); that of sampled batches is the accountant's.
 """
 
 import math
