@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from gradveil.audits import audit
 from gradveil.audits.plan import plan
@@ -90,12 +89,12 @@ def test_the_rest_runs_and_the_folder_says_what_did_not(many, small, tmp_path):
 
 
 def test_public_images_have_all_classes_although_test_images_are_sorted(tmp_path, small):
-    from gradveil.audits.views import PUBLIC_IMAGES, _public
+    from gradveil.audits.views import PUBLIC_IMAGES, public_images
 
     images = np.random.default_rng(0).integers(0, 255, (1300, 1, 8, 8), dtype=np.uint8)
     labels = np.concatenate([np.arange(60) % 2, np.repeat([0, 1], 620)])
     path = tmp_path / "sorted.npz"
     np.savez(path, x_train=images[:60], y_train=labels[:60], x_test=images[60:], y_test=labels[60:])
-    public = _public(load_dataset(str(path)), torch.device("cpu"))
+    public = public_images(load_dataset(str(path)))
     assert len(public) == PUBLIC_IMAGES
     assert 0.4 < float(public.labels.float().mean()) < 0.6

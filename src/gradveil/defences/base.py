@@ -246,8 +246,8 @@ class Defence(Component):
 
     @property
     def fewest_clients(self) -> int:
-        """Return the number of clients without whom the sum of a round's updates must not be opened."""
-        return 1
+        """Return the number of clients without whom the sum of a round's updates must not be opened, or 0."""
+        return 0
 
     @property
     def draws_own_batch(self) -> bool:

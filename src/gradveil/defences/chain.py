@@ -229,7 +229,7 @@ class Chain(Defence):
     @property
     def fewest_clients(self) -> int:
         """The largest number that any member needs in a sum."""
-        return max((defence.fewest_clients for defence in self.defences), default=1)
+        return max((defence.fewest_clients for defence in self.defences), default=0)
 
     @property
     def counts_early(self) -> bool:

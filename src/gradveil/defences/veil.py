@@ -153,8 +153,8 @@ class Veil(Defence):
 
     @property
     def fewest_clients(self) -> int:
-        """Return the number of clients that a sum needs, so that it has all of the noise."""
-        return max(1, self.clients) if self.at == "sum" else 1
+        """Return the number of clients that a sum needs to have all of the noise, or 0 if each adds all of it."""
+        return max(1, self.clients) if self.at == "sum" else 0
 
     @property
     def draws_own_batch(self) -> bool:
@@ -240,7 +240,7 @@ class Veil(Defence):
         Example:
             >>> veil = Veil(mu=2, rounds=60, clients=10)
             >>> round(veil.rule(4000, 27010), 1), round(replace(veil, at="sum").rule(4000, 27010), 1)
-            (63.4, 134.4)
+            (63.6, 134.7)
         """
         contributions = images * self.share if self.unit == "image" else max(self.clients, 1)
         shares = 1 if self.at == "sum" else max(self.clients, 1)
