@@ -74,7 +74,7 @@ class Veil(Defence):
         https://arxiv.org/abs/2102.06387 (noise shared under secure aggregation).
     Differs from the paper: full batches in place of sampled ones; rounded Gaussian noise in place of a discrete
         Gaussian; the rate follows a rule whose two constants were chosen on SVHN and PneumoniaMNIST, not on the sets
-        that we report.
+        that we report. The default clip is that of a prototype on MNIST.
 
     Attributes:
         mu: the guarantee of the whole training; 1, 2 and 3 are ε = 4.4, 10 and 17 at δ = 1e-5.
