@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradveil.config import TrainSettings
+from gradveil.data import load_dataset
+from gradveil.data.datasets import Split
 from gradveil.defences import Arrived, Client, Releases, Server, build_defence, planned_defence
 from gradveil.defences.parts.accounting import epsilon, poisson_noise
 from gradveil.defences.parts.clipped import head_sum
@@ -290,3 +292,19 @@ def test_a_training_learns_states_its_budget_and_resumes_alike(tiny, tmp_path):
         for number in (5, 6):
             second.step(number)
         assert torch.equal(second.model["head.weight"], whole)
+
+
+def test_public_pictures_make_the_trunk_and_must_not_be_private(tiny):
+    whole = load_dataset("mnist-5k")
+    used = Split(whole.train.images[:200], whole.train.labels[:200])
+    others = Split(whole.train.images[200:400], whole.train.labels[200:400])
+    private, public = replace(whole, train=used), replace(whole, train=others)
+    how = replace(tiny, defence="veil:mu=8", model=SMALL, rounds=1)
+    prints = []
+    for aux in (None, public):
+        with Simulation(how, workers=0, dataset=private, aux=aux) as simulation:
+            simulation.step(1)
+            prints.append(simulation.net.module.trunk.fingerprint)
+    assert prints[0] != prints[1]
+    with pytest.raises(ConfigError, match="Public images must not be private clients' images, got"):
+        Simulation(how, workers=0, dataset=private, aux=private)
