@@ -45,6 +45,6 @@ def test_the_scores_of_many_defences_are_the_measured_ones():
 
 
 def test_the_price_of_veil_is_the_measured_one():
-    page, wanted, document = generated("veil", "veil", "defences.md")
+    page, wanted, _ = generated("veil", "veil", "defences.md")
     times = generated("veil", "veil", "defences.md", "sentence")[1]
     assert [text for text in (*wanted, *times) if text not in page] == []
