@@ -18,6 +18,7 @@ from gradveil.cli.generator import train_generator_command
 from gradveil.cli.lint import lint_command
 from gradveil.cli.lists import describe, list_components
 from gradveil.cli.options import with_options
+from gradveil.cli.recommend import recommend_command
 from gradveil.cli.runs import audit_command, report_command, reproduce_command, train_command
 from gradveil.cli.score import score_command
 from gradveil.errors import ConfigError, GradveilError, TrainingError, UnknownNameError, printable
@@ -41,12 +42,15 @@ app.command("train-generator")(
 )
 app.command("score")(score_command)
 app.command("compare")(compare_command)
+app.command("recommend")(with_options(recommend_command, "gradveil.runs.recommend:RecommendSettings"))
 app.command("lint")(lint_command)
 app.command("report")(report_command)
 app.command("reproduce")(reproduce_command)
 app.add_typer(data_app, name="data")
 
-AGAIN = {"reproduce": "run it again"} | dict.fromkeys(("train", "audit", "train-generator"), "run again with --resume")
+AGAIN = {"reproduce": "run it again", "recommend": "run it again"} | dict.fromkeys(
+    ("train", "audit", "train-generator"), "run again with --resume"
+)
 """How commands go on that Ctrl-C ended; all others save nothing before they are done."""
 
 

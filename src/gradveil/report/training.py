@@ -18,7 +18,7 @@ from gradveil.report.training_folder import read_training
 from gradveil.rows import Column
 from gradveil.storage import write_atomic
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2rem; }
@@ -46,7 +46,7 @@ def write_page(
     worst = sorted(clients, key=_own_accuracy)[:50]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>gradveil: {escape(settings.model)} on {escape(settings.dataset)}</title><style>{_STYLE}</style></head><body>
+<title>gradveil: {escape(settings.model)} on {escape(settings.dataset)}</title><style>{STYLE}</style></head><body>
 <h1>{escape(headline(settings, rows))}</h1>
 {"".join(f"<p><strong>{escape(text)}</strong></p>" for text in alarms if text)}<p>{escape(note)}</p>
 <img alt="Accuracy and loss over the rounds" src="data:image/png;base64,{picture}">
