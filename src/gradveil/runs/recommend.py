@@ -89,7 +89,7 @@ class RecommendSettings:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Protection:
     """A configuration that keeps the wish by proof, or the reason why it can't be one."""
 
     name: str
@@ -127,13 +127,13 @@ class Recommendation:
         return sorted(measured, key=lambda line: float(line["loss"]))[:2]
 
 
-def candidates(settings: RecommendSettings, sizes: Iterable[int]) -> list[Candidate]:
+def candidates(settings: RecommendSettings, sizes: Iterable[int]) -> list[Protection]:
     """Return the configurations to try; ``sizes`` are the numbers of images of the clients.
 
     Each bounds what any attacker learns, by proof. Published obfuscations are not among them: all fall to an attacker
     who knows them. Noise that is shared under secure aggregation holds only if the server keeps to the protocol.
     """
-    reference, found = settings.reference(), list[Candidate]()
+    reference, found = settings.reference(), list[Protection]()
     trunks = {"patches": settings.aux}
     if settings.weights:
         trunks[f"frozen:network={settings.model.replace(',', ';')},weights={reference.weights}"] = ""
@@ -143,26 +143,26 @@ def candidates(settings: RecommendSettings, sizes: Iterable[int]) -> list[Candid
         head = replace(
             reference, model=model, weights="", aux=aux, rounds=HEAD_ROUNDS, defence=f"veil:mu={settings.mu:g}{unit}"
         )
-        found.append(Candidate(f"veil on {name}, noise at each client", head))
+        found.append(Protection(f"veil on {name}, noise at each client", head))
         shared = replace(head, defence=f"{head.defence},at=sum", aggregation="secure") if settings.clients > 1 else None
         reason = "the server may break secure aggregation" if settings.server == "malicious" else ""
         reason = reason or ("" if shared else "there is only one client")
-        found.append(Candidate(f"veil on {name}, noise shared in secure sums", None if reason else shared, reason))
+        found.append(Protection(f"veil on {name}, noise shared in secure sums", None if reason else shared, reason))
     return [*found, _whole(settings, reference, sizes)]
 
 
-def _whole(settings: RecommendSettings, reference: TrainSettings, sizes: Iterable[int]) -> Candidate:
+def _whole(settings: RecommendSettings, reference: TrainSettings, sizes: Iterable[int]) -> Protection:
     """Return dp-sgd on the user's own model."""
     name = f"dp-sgd on {settings.model.partition(':')[0]}"
     if settings.protect == "client":
-        return Candidate(name, None, "it hides single images, not clients")
+        return Protection(name, None, "it hides single images, not clients")
     needed = []
     for size in {size for size in sizes if size}:  # what the client needs whose images are in most danger
         batch = min(reference.batch_size or size, size)
         steps = reference.rounds * reference.epochs * -(-size // batch)
         needed.append(poisson_noise(epsilon_of(settings.mu, DELTA), batch / size, steps, DELTA))
     noise = (int(max(needed) * 10**ROUNDED) + 1) / 10**ROUNDED
-    return Candidate(name, replace(reference, defence=f"dp-sgd:noise={noise:g}"))
+    return Protection(name, replace(reference, defence=f"dp-sgd:noise={noise:g}"))
 
 
 def recommend(
@@ -219,7 +219,7 @@ def recommend(
 
 
 def _line(
-    candidate: Candidate, last: Mapping[str, Any] | None, reference: float, settings: RecommendSettings
+    candidate: Protection, last: Mapping[str, Any] | None, reference: float, settings: RecommendSettings
 ) -> dict[str, Any]:
     """Return what a candidate costs and promises, and whether it keeps the wish."""
     if last is None:
