@@ -10,7 +10,7 @@ from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.metrics import schema_of
 from gradveil.report.criteria import fields_of, judge_rows, judged, parse_criteria
 
-KNOWN = {"identified", "psnr", "accuracy", "epsilon"}
+KNOWN = {"identified", "blind_identified", "psnr", "blind_psnr", "accuracy", "epsilon"}
 OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -34,6 +34,8 @@ def test_a_criterion_compares_as_it_is_written(sign, number, value):
         ("psnr>blind+1", {"psnr": 17.0, "blind_psnr": None}, None),
         ("epsilon>1e1", {"epsilon": 10.5}, True),
         ("epsilon>8", {"epsilon": None}, None),
+        ("psnr<20", {"psnr": float("nan")}, None),
+        ("PSNR>20", {"psnr": 21.0}, True),
     ],
 )
 def test_the_blind_guess_and_missing_values(text, line, met):
@@ -42,8 +44,10 @@ def test_the_blind_guess_and_missing_values(text, line, met):
 
 
 @pytest.mark.parametrize(
-    "text", ["psnr", "psnr>", ">3", "psnr=3", "psnr>3 dB", "psnr>1.2.3", "", "psnr>3,,", "psnr>blnd+1"]
-)
+    "text",
+    ["psnr", "psnr>", ">3", "psnr=3", "psnr>3 dB", "psnr>1.2.3", "", "psnr>3,,", "psnr>blnd+1", "psnr>blind 1",
+     "psnr>blind20", "psnr>1e999", "identified>1%", "epsilon>blind+1"],
+)  # fmt: skip
 def test_what_is_no_criterion_is_refused(text):
     with pytest.raises(ConfigError, match="A criterion must"):
         parse_criteria(text, KNOWN)
@@ -83,6 +87,23 @@ def test_the_worst_line_decides_and_gaps_are_told():
     (nothing,) = judged([criterion], {"summary": lines[2:]}, schema_of())
     assert nothing.met is None
     assert "not measured" in nothing.sentence
+
+
+def test_a_defence_without_any_value_is_not_passed_over():
+    (criterion,) = parse_criteria("epsilon>8", fields_of(schema_of()))
+    costs = [{"defence": "none", "epsilon": None}, {"defence": "dp-sgd", "epsilon": 2.0}]
+    without = {"defence": "prune", "epsilon": None}
+    (private,) = judged([criterion], {"summary": [], "costs": costs}, schema_of())
+    (mixed,) = judged([criterion], {"costs": [*costs, without]}, schema_of())
+    (leaking,) = judged([criterion], {"costs": [{"defence": "dp-sgd", "epsilon": 9.0}, without]}, schema_of())
+    assert (private.met, mixed.met, leaking.met) == (False, None, True)
+    assert mixed.reason == "no line under prune has epsilon"
+
+
+def test_a_criterion_of_files_has_no_blind_guess():
+    fields = fields_of(schema_of(), ("attack",))
+    with pytest.raises(ConfigError, match="Compare with a number"):
+        parse_criteria("psnr>blind+1", fields)
 
 
 def test_costs_are_judged_by_their_own_lines():

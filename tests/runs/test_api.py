@@ -85,6 +85,18 @@ def test_audit_takes_objects_and_texts_and_shows_itself(tmp_path):
     assert (tmp_path / "run/report.html").as_uri() in html
 
 
+def test_an_audit_has_verdicts_like_the_command(tmp_path):
+    criteria = ["mse<1000", "psnr>blind+1000"]
+    result = package.audit(**TINY, defences="none", out=tmp_path / "run", fail_on=criteria)
+    assert [verdict.criterion for verdict in result.verdicts] == criteria
+    assert [verdict.met for verdict in result.verdicts] == [True, False]
+    assert result.verdict == json.loads((tmp_path / "run" / "privacy_card.json").read_text())["verdict"] == "fails"
+    assert "fails" in repr(result)
+    with pytest.raises(ConfigError, match="Did you mean 'psnr'"):
+        package.audit(**TINY, out=tmp_path / "other", fail_on="pnsr>20")
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_class_of_this_session_runs_in_this_process(tmp_path):
     mine = locally()
     result = package.audit(**TINY | {"workers": None}, defences=mine, out=tmp_path / "run")

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 import torch
@@ -34,6 +34,9 @@ from gradveil.rows import Schema, to_plain
 from gradveil.storage import save_tensors, write_atomic
 from gradveil.types import Batch
 
+if TYPE_CHECKING:
+    from gradveil.report.criteria import Verdict
+
 Progress = Callable[[float, int, str], None]
 """Called with the cells done (a running cell counts by its share), their number, and what is being done."""
 WHERE = ("seed", "round", "target")
@@ -58,6 +61,7 @@ class AuditResult:
         membership: one line per defence and attack on membership.
         schema: the columns of rows and lines, with their heads and meanings.
         left_out: the attacks that were not run because they can't search such large updates, each with its reason.
+        verdicts: one for each criterion of ``fail_on``, with its reason.
     """
 
     out: Path
@@ -71,10 +75,19 @@ class AuditResult:
     membership: Rows = field(default_factory=list)
     schema: Schema = field(default_factory=schema_of)
     left_out: dict[str, str] = field(default_factory=dict)
+    verdicts: "tuple[Verdict, ...]" = ()
+
+    @property
+    def verdict(self) -> str:
+        """All criteria of ``fail_on`` together: passes, fails, not measured, or no criterion."""
+        from gradveil.report.card import verdict_word
+
+        return verdict_word(self.verdicts)
 
     def __repr__(self) -> str:
         failed = f", failed={len(self.failed)}" if self.failed else ""
-        return f"AuditResult(rows={len(self.rows)}{failed}, report={str(self.report)!r})"
+        judged = f", {self.verdict}" if self.verdicts else ""
+        return f"AuditResult(rows={len(self.rows)}{failed}{judged}, report={str(self.report)!r})"
 
     def _repr_html_(self) -> str:
         from gradveil.report.notebook import audit_html

@@ -3,6 +3,7 @@
 A verdict, the exit code of ``--fail-on`` and the privacy card all come from here.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ from typing import Any
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.rows import Column, Schema
 
-FORM = re.compile(r"\s*([a-z_0-9]+)\s*(>=|<=|>|<)\s*(blind)?\s*([+-]?\s*[0-9.]+(?:e[+-]?\d+)?)?\s*", re.IGNORECASE)
+NUMBER = r"[0-9.]+(?:e[+-]?\d+)?"
+FORM = re.compile(
+    rf"\s*(\w+)\s*(>=|<=|>|<)\s*(?:(blind)(?:\s*([+-]\s*{NUMBER}))?|([+-]?\s*{NUMBER}))\s*", re.IGNORECASE | re.ASCII
+)
 TABLES = ("summary", "costs", "members")
-"""The lines of an audit that a criterion may be about; the first that has the field counts."""
+"""The lines of an audit that a criterion may be about; the first table that has lines with the field counts."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,12 @@ class Criterion:
         """Return whether a line meets the criterion, or None if a value that it needs was not measured.
 
         Example:
-            >>> leak, = parse_criteria("psnr>blind+1", {"psnr"})
+            >>> leak, = parse_criteria("psnr>blind+1", {"psnr", "blind_psnr"})
             >>> leak.met_by({"psnr": 20.0, "blind_psnr": 15.5}), leak.met_by({"psnr": 16.0, "blind_psnr": 15.5})
             (True, False)
         """
         value, base = line.get(self.field), line.get(f"blind_{self.field}") if self.over_blind else 0.0
-        if value is None or base is None:
+        if value is None or base is None or math.isnan(value) or math.isnan(base):
             return None
         bound = base + self.number
         above, equal = value > bound, value == bound
@@ -61,7 +65,7 @@ class Verdict:
 
     Attributes:
         criterion: as it was written.
-        met: whether a line meets it; None if no line has the values that it needs.
+        met: whether a line meets it; None if none does, and a defence has no line with the values that it needs.
         reason: the line that comes nearest or goes furthest, in words.
     """
 
@@ -84,10 +88,11 @@ def parse_criteria(text: str | Sequence[str], fields: Iterable[str]) -> tuple[Cr
         fields: the fields that lines have.
 
     Raises:
-        ConfigError: a criterion is not of this form, or names an unknown field.
+        ConfigError: a criterion is not of this form, names an unknown field, or the blind guess of one that has none.
 
     Example:
-        >>> [criterion.field for criterion in parse_criteria("identified>0.01, psnr>blind+1", {"identified", "psnr"})]
+        >>> found = parse_criteria("identified>0.01, psnr>blind+1", {"identified", "psnr", "blind_psnr"})
+        >>> [criterion.field for criterion in found]
         ['identified', 'psnr']
         >>> parse_criteria("pnsr>20", {"psnr"})
         Traceback (most recent call last):
@@ -97,23 +102,31 @@ def parse_criteria(text: str | Sequence[str], fields: Iterable[str]) -> tuple[Cr
     pieces = [piece for one in ([text] if isinstance(text, str) else text) for piece in one.split(",")]
     for piece in pieces:
         match = FORM.fullmatch(piece)
-        if not match or not (match[3] or match[4]):
+        if not match:
             raise ConfigError(
                 f"A criterion must be a field, > or <, and a number or blind+number, got {piece.strip()!r}. "
                 'Write for example --fail-on "identified>0.01" or --fail-on "psnr>blind+1".'
             )
-        if match[1] not in known:
+        name, number = match[1].lower(), _number((match[4] or match[5] or "0").replace(" ", ""), piece)
+        if name not in known:
             raise UnknownNameError("field of a criterion", match[1], known)
-        number = _number((match[4] or "0").replace(" ", ""), piece)
-        found.append(Criterion(piece.strip(), match[1], match[2], number, bool(match[3])))
+        if match[3] and f"blind_{name}" not in known:
+            raise ConfigError(
+                f"A criterion must name blind only where lines have a blind guess, got {piece.strip()!r}: there is "
+                f"none for {name} here. Compare with a number."
+            )
+        found.append(Criterion(piece.strip(), name, match[2], number, bool(match[3])))
     return tuple(found)
 
 
 def _number(text: str, piece: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise ConfigError(f"A criterion must end in a number, got {text!r} in {piece.strip()!r}.") from None
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"A criterion must end in a finite number, got {text!r} in {piece.strip()!r}.")
+    return number
 
 
 def fields_of(schema: Schema, tables: Iterable[str] = TABLES) -> dict[str, Column]:
@@ -136,8 +149,8 @@ def judged(
     """
     found = []
     for criterion in criteria:
-        table = next(name for name in TABLES if criterion.field in fields_of(schema, (name,)) or name == TABLES[-1])
-        own = lines.get(table, ())
+        tables = [name for name in TABLES if lines.get(name) and criterion.field in fields_of(schema, (name,))]
+        own = lines[tables[0]] if tables else ()
         defended = [line for line in own if line["defence"] != "none"]
         found.append(_judge(criterion, defended or own))
     return found
@@ -163,9 +176,11 @@ def _judge(criterion: Criterion, lines: Sequence[Mapping[str, Any]]) -> Verdict:
     who += " with knowledge of the defence" if worst.get("adaptive") else ""
     beside = f" (blind guess {worst[f'blind_{criterion.field}']:.4g})" if criterion.over_blind else ""
     missing = f"; {len(lines) - len(measured)} lines have no value" if len(measured) < len(lines) else ""
-    return Verdict(
-        criterion.text, bool(criterion.met_by(worst)), f"{worst[criterion.field]:.4g}{beside} {who}{missing}"
-    )
+    met = criterion.met_by(worst)
+    without = sorted({line["defence"] for line in lines} - {line["defence"] for line in measured})
+    if without and not met:
+        return Verdict(criterion.text, None, f"no line under {', '.join(without)} has {_needed(criterion)}")
+    return Verdict(criterion.text, met, f"{worst[criterion.field]:.4g}{beside} {who}{missing}")
 
 
 def _needed(criterion: Criterion) -> str:

@@ -7,7 +7,7 @@ a path, these take objects as well.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,9 @@ from gradveil.metrics.columns import STANDARD
 from gradveil.models import Model
 from gradveil.own import trusting_code
 from gradveil.registry import split_specs
+from gradveil.report.criteria import fields_of, parse_criteria
 from gradveil.runs.attack import Scoring, attack_files
+from gradveil.runs.check import verdicts_of
 from gradveil.runs.given import as_texts, fresh_folder, given_settings, usable_workers
 from gradveil.runs.results import AttackResult, ScoreResult
 from gradveil.runs.score import SCORED, TARGETS, score_settings, summarise_scores
@@ -76,7 +78,7 @@ def _takes(settings: type, names: Sequence[str] = (), **defaults: object) -> Cal
 
 
 @_takes(AuditSettings)
-def audit(
+def audit(  # noqa: PLR0913 - its arguments are the options of the command
     *,
     settings: AuditSettings | None = None,
     out: str | Path | None = None,
@@ -85,6 +87,7 @@ def audit(
     trust_code: bool = False,
     workers: int | None = None,
     data_root: str | Path | None = None,
+    fail_on: str | Sequence[str] = (),
     progress: Callable[[float, int, str], None] | None = None,
     **options: Any,  # noqa: ANN401 - one for each field of AuditSettings
 ) -> AuditResult:
@@ -101,6 +104,7 @@ def audit(
         result          # a notebook shows the summary and the pictures
         result.rows     # one dictionary per defence, attack, seed and target
         result.report   # the page
+        result.verdict  # with fail_on="identified>0.01": passes, fails or not measured
 
     A component is a text (``"gs:iterations=200"``) or an object (``Gs(iterations=200)``), also one of a class of your
     own. A class that was defined in a notebook or in the running script has no file from which worker processes could
@@ -114,6 +118,7 @@ def audit(
         trust_code: run Python files that are named by files or folders, not only those that you name.
         workers: worker processes; 0 uses this process only. The number never changes results.
         data_root: folder of the data sets.
+        fail_on: criteria such as ``identified>0.01``, for the result's ``verdict`` and the privacy card.
         progress: called with the cells done, their number, and what is being done.
         options: the options of ``gradveil audit``, with underscores; see below.
 
@@ -124,8 +129,9 @@ def audit(
     folder = _path("out", out) or fresh_folder("audit", resume)
     together = given_settings("audit", given, _path("config", config), folder, resume, trust_code=trust_code)
     chosen = make_audit_settings(together)
+    parse_criteria(fail_on, fields_of(chosen.schema))
     with _hidden_main(), trusting_code(trust_code):
-        return run_audit(
+        result = run_audit(
             chosen,
             folder,
             resume=resume,
@@ -133,6 +139,7 @@ def audit(
             data_root=_path("data_root", data_root),
             progress=progress or (lambda done, total, doing: None),
         )
+    return replace(result, verdicts=tuple(verdicts_of(result, fail_on)))
 
 
 @_takes(TrainSettings)
