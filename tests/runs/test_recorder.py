@@ -168,6 +168,9 @@ def test_several_epochs_of_returning_images_are_told_from_one_epoch():
     two = [batch(1, 2), batch(3, 4), batch(4, 1), batch(2, 3)]
     assert rhythm(two) == {"epochs": 2, "batch_size": 2, "num_examples": 4}
     assert rhythm(two[:2]) == {"epochs": 1, "batch_size": 2, "num_examples": 4}
+    three = [batch(1, 2), batch(3, 4), batch(5, 6)]
+    assert rhythm(three * 2) == {"epochs": 2, "batch_size": 2, "num_examples": 6}
+    assert rhythm(three[:1] * 4) == {"epochs": 4, "batch_size": 2, "num_examples": 2}
     odd = [batch(1, 2), batch(3), batch(5, 6), batch(7)]
     assert rhythm(odd) == {"epochs": 2, "batch_size": 2, "num_examples": 3}
     with pytest.raises(UnexplainedError, match="equally many images"):
@@ -297,3 +300,40 @@ def test_losses_by_module_and_by_log_probabilities_are_recognised(tmp_path):
     assert "labels" not in recorder.files["spec"]
     assert LocalSettings().reduction == "mean"
     assert "reduction" not in recorder.files["spec"]
+
+
+def frozen():
+    model = net()
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_a_model_with_frozen_layers_is_recorded_if_the_factory_freezes_them(tmp_path):
+    def run(name, factory):
+        model = frozen()
+        optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+        with gradveil.Recorder(model, optimiser, tmp_path / name, factory=factory) as recorder:
+            loop(model, optimiser, *data())
+        return recorder
+
+    assert run("run", frozen).files["spec"]["batch_size"] == 4
+    with pytest.raises(TrainingError, match=r"0\.weight is trained there and frozen here"):
+        run("other", net)
+    assert (tmp_path / "other" / "update.safetensors").exists()
+
+
+def test_a_block_that_failed_leaves_nothing_for_the_next(tmp_path):
+    model = net()
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    recorder = gradveil.Recorder(model, optimiser, tmp_path / "run", factory=net)
+
+    def failing():
+        loop(model, optimiser, *data())
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), recorder:
+        failing()
+    with recorder:
+        loop(model, optimiser, *data(), size=8)
+    assert recorder.files["spec"]["batch_size"] == 0
+    assert recorder.files["spec"]["num_examples"] == 8

@@ -88,7 +88,7 @@ def check(  # noqa: PLR0913 - its arguments are the options of the command
 
     Example::
 
-        result = gradveil.check(model, loader, defence="dp-sgd:noise_multiplier=4")
+        result = gradveil.check(model, loader, defence="dp-sgd:noise=4")
         result.verdict   # passes, fails or not measured
         result.page      # what the attacks recovered
 

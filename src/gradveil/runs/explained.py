@@ -4,7 +4,6 @@ Every function takes what was recorded and returns keys of `gradveil.runs.update
 `UnexplainedError` with the reason.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,8 +79,9 @@ def rhythm(steps: Sequence[Sequence[RecordedBatch]]) -> dict[str, int]:
         raise UnexplainedError(
             f"steps must be of equally many images, but for the last of an epoch, got {sizes[:8]}. Use one batch size."
         )
-    returning = [count for count in fitting if count > 1 and _return(steps, count)]
-    epochs = max(returning) if returning else min(fitting)
+    returning = {count: _returning(steps, count) for count in fitting if count > 1}
+    best = max(returning, key=lambda count: (returning[count], count), default=0)
+    epochs = best if best and returning[best] >= 0.5 else min(fitting)
     once = steps[: len(steps) // epochs]
     found = {"epochs": epochs, "batch_size": len(once[0][0].labels)}
     found["num_examples"] = sum(len(batch.labels) for step in once for batch in step)
@@ -100,14 +100,17 @@ def _is_regular(steps: Sequence[Sequence[RecordedBatch]], epochs: int) -> bool:
     return full and all(size == flat[0] for size in flat[:-1]) and flat[-1] <= flat[0]
 
 
-def _return(steps: Sequence[Sequence[RecordedBatch]], epochs: int) -> bool:
-    """Return whether most images of the first epoch come again in every other."""
+def _returning(steps: Sequence[Sequence[RecordedBatch]], epochs: int) -> float:
+    """Return the share of the first epoch's images that come again in every other; images that it has twice count once.
+
+    So of three batches that come twice, two epochs of three (1) fit better than three of two (1/2) or one of six.
+    """
     each = len(steps) // epochs
     parts = [
-        Counter(key for step in steps[start : start + each] for batch in step for key in batch.keys)
+        [key for step in steps[start : start + each] for batch in step for key in batch.keys]
         for start in range(0, len(steps), each)
     ]
-    return all((parts[0] & part).total() >= 0.5 * parts[0].total() for part in parts[1:])
+    return min(len({*parts[0]} & {*part}) for part in parts[1:]) / max(1, len(parts[0]))
 
 
 def optimiser_keys(name: str, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,10 @@ class Recorder:
         self.note = ""
         self._factory, self._normalise = factory or type(model), normalise
         self._tell_labels, self._keep_images = labels, images
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start without any step, also in a second block after one that an error ended."""
         self._steps: list[RecordedStep] = []
         self._waiting: list[RecordedBatch] = []
         self._input: tuple[Tensor, dict[str, bool], Tensor] | None = None
@@ -124,8 +128,8 @@ class Recorder:
 
     def __enter__(self) -> Self:
         self._check()
+        self._forget()
         self._before = copy.deepcopy(self.model)
-        self._hooks = ExitStack()
         self._hooks.enter_context(watch(self.model, [""], before=self._saw))
         self._hooks.callback(self.optimizer.register_step_pre_hook(self._steps_now).remove)
         self._hooks.callback(self.optimizer.register_step_post_hook(self._stepped).remove)
@@ -223,7 +227,7 @@ class Recorder:
         self._waiting = []
         if len(self._steps) == 1:
             self._explains_gradient(left)
-            self._first = flat(dict(self.model.named_parameters())), now
+            self._first = self._trained(), now
 
     def _stepped(self, *_: object) -> None:
         """Check that the first step is the one that the optimiser's settings give."""
@@ -237,12 +241,15 @@ class Recorder:
         Stepper(LocalSettings(**keys | ({"betas": tuple(keys["betas"])} if "betas" in keys else {})), lr).step(
             expected, gradient
         )
-        there = flat(dict(self.model.named_parameters()))
+        there = self._trained()
         if float((there - expected).norm()) > 10 * CLOSE * float((there - weights).norm()) + 1e-12:
             raise UnexplainedError(
                 f"The step of {type(self.optimizer).__name__} must be that of torch.optim, got another one. Use "
                 "torch's own optimiser, and let nothing else change the weights."
             )
+
+    def _trained(self) -> Tensor:
+        return flat({name: p for name, p in self.model.named_parameters() if p.requires_grad})
 
     def _explains_gradient(self, left: Tensor) -> None:
         """Compute the first step's gradient again; raise UnexplainedError if the loss has other parts."""
@@ -333,7 +340,7 @@ class Recorder:
         text = self._factory if isinstance(self._factory, str) else reference_of(self._factory)
         try:
             again = create_model(text, (shape[0], shape[1], shape[2]), classes, seed=0)
-            problems = misfits(again.state_dict(), self._before.state_dict())
+            problems = misfits(again.state_dict(), self._before.state_dict()) or _unlike(again, self._before)
         except ConfigError as error:
             problems = [str(error)]
         if problems:
@@ -342,3 +349,11 @@ class Recorder:
                 "that returns such a model: Recorder(..., factory=...)."
             )
         return text
+
+
+def _unlike(built: nn.Module, trained: nn.Module) -> list[str]:
+    """Return the parameters that one of two networks trains and the other does not, in words."""
+    other = dict(trained.named_parameters())
+    pairs = [(name, p.requires_grad, other[name].requires_grad) for name, p in built.named_parameters()]
+    words = {True: "trained", False: "frozen"}
+    return [f"{name} is {words[one]} there and {words[two]} here" for name, one, two in pairs if one != two]
