@@ -1,8 +1,11 @@
+import dataclasses
+
 import pytest
 import torch
 
 from gradveil.attacks import build_attack, stationarity
 from gradveil.attacks.encodings import Encodings
+from gradveil.attacks.parts.imitation import Imitation
 from gradveil.attacks.stationarity import Stationarity, _Goal, _How
 from gradveil.defences.loda import Loda
 from gradveil.errors import ConfigError, ThreatModelError
@@ -98,6 +101,39 @@ def test_the_obscuring_is_learned_from_public_images():
     assert nearest(truth, found.images).min() > shown.max() + 4
 
 
+def test_the_errors_of_an_inversion_are_learned_from_too():
+    defence = Loda(steps=200, c=1e3, start="noise")
+    truth, seen = look(defence, grants=("encodings", "num-examples", "defence", "public-data"))
+
+    def dimmed(images, seed):
+        noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(seed))
+        return (0.4 * images + 0.05 * noise).clamp(0, 1)
+
+    exact = Encodings().run(seen, torch.Generator())
+    found = dataclasses.replace(exact, images=dimmed(exact.images, 0))
+    own = pictures(8, 7).images.round()  # as bright and dark as what this defence shows
+    imitate = Imitation.of(own, dimmed(own, 1))
+    attack = build_attack("stationarity:way=learned,search=10")
+    scores = [
+        nearest(truth, attack.decode(found, seen, torch.Generator().manual_seed(0), errors).images).mean()
+        for errors in (None, imitate)
+    ]
+    assert scores[1] > scores[0] + 1, scores
+
+
+def test_it_rehearses_on_the_attack_before_it_where_that_inverts():
+    _, seen = look(Loda(steps=2), grants=("encodings", "num-examples", "labels", "defence", "public-data"))
+    specs = ("gs:iterations=2", "encodings")
+    for inner, same in zip(specs, (False, True), strict=True):
+        exact, rehearsed = (
+            build_attack(f"stationarity:inner={inner},way=learned,search=4,rehearsals={number}")(
+                seen, torch.Generator().manual_seed(0)
+            ).images
+            for number in (0, 2)
+        )
+        assert torch.equal(exact, rehearsed) == same
+
+
 @pytest.mark.parametrize(
     ("public", "stage"), [((), "stationarity"), (("public-data",), "stationarity:way=learned,search=24")]
 )
@@ -124,7 +160,18 @@ def test_settings_are_searched_on_public_images(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "bad", ["way=none", "way=learned,search=0", "c=-1", "steps=0", "lr=0", "start=x", "search=-1", "tv=-1"]
+    "bad",
+    [
+        "way=none",
+        "way=learned,search=0",
+        "c=-1",
+        "steps=0",
+        "lr=0",
+        "start=x",
+        "search=-1",
+        "tv=-1",
+        "rehearsals=8,search=0",
+    ],
 )
 def test_bad_settings(bad):
     with pytest.raises(ConfigError, match=bad.split(",")[-1].split("=")[0]):

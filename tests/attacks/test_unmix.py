@@ -12,7 +12,7 @@ from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.federated.protocol import ONE_GRADIENT, LocalSettings, Protocol
 from gradveil.metrics import align
 from gradveil.models import create_model
-from gradveil.threat import Knowledge, PublicKnowledge, ThreatModel
+from gradveil.threat import Knowledge, PublicKnowledge, Reconstruction, ThreatModel
 from gradveil.threat.observe import Federation, observe
 from gradveil.types import Batch
 from tests.attacks.parts.test_unmixing import smooth
@@ -126,6 +126,8 @@ def test_the_attack_before_it_is_a_setting():
         build_attack("unmix:rounds=0")
     with pytest.raises(ConfigError, match="keep"):
         build_attack("unmix:keep=0")
+    with pytest.raises(ConfigError, match="rehearsals"):
+        build_attack("unmix:rehearsals=-1")
 
 
 QUICK = Unmix(train=30, width=8, restarts=2, rounds=20)
@@ -162,6 +164,61 @@ def test_soft_labels_and_granted_shares_help():
     assert scores["mixing"] > 25
     assert scores["labels"] > 20
     assert scores["blind"] < scores["labels"] - 2, scores
+
+
+def faded(seen, rng):
+    """Invert updates of one image by the first layer, with half the contrast, stripes and noise."""
+    weight, bias = list(seen.gradients.values())[:2]
+    rows, updates = bias.abs().argmax(1), torch.arange(len(bias))
+    images = (weight[updates, rows] / bias[updates, rows, None]).view(-1, 1, *SHAPE)
+    stripes = torch.randn(len(images), 1, SHAPE[0], 1, SHAPE[2], generator=rng)
+    noise = torch.randn(images.shape, generator=rng)
+    images = (0.25 + 0.5 * images + 0.1 * stripes + 0.05 * noise).clamp(0, 1)
+    nothing = torch.zeros(len(images))
+    return Reconstruction(images, torch.full((len(images), 1), -1), nothing, nothing == 0, ("",) * len(images))
+
+
+def look_singly(defence="mixup:k=2,pool=data", grants=("num-examples", "public-data")):
+    how = LocalSettings(algorithm="fedsgd", batch_size=1, batch_norm="freeze")
+    return look(defence, rounds=60, how=how, grants=grants)
+
+
+@pytest.mark.parametrize("grants", [("num-examples", "public-data"), ("num-examples", "public-data", "labels")])
+def test_rehearsed_on_inverted_public_images_it_corrects_the_errors_of_inversions(grants):
+    truth, _, seen = look_singly(grants=grants)
+    found = faded(seen, rng_of(1))
+    scores = [
+        quality(truth, replace(QUICK, rehearsals=number).decode_after(faded, found, seen, rng_of(0)))
+        for number in (0, 8)
+    ]
+    assert scores[1] > scores[0] + 1.5, scores
+
+
+@pytest.mark.parametrize("defence", ["mixup:k=2,pool=data", "instahide:k=2,pool=data"])
+def test_without_rehearsals_or_with_granted_encodings_it_learns_from_exact_mixtures(defence):
+    _, _, seen = look_singly(defence)
+    found, quick = faded(seen, rng_of(1)), replace(QUICK, train=3, restarts=1, rounds=3)
+    exact = quick.decode(found, seen, rng_of(0)).images
+    same = [
+        replace(quick, rehearsals=0).decode_after(faded, found, seen, rng_of(0)),
+        replace(quick, rehearsals=8).decode_after(None, found, seen, rng_of(0)),
+    ]
+    assert all(torch.equal(one.images, exact) for one in same)
+    other = replace(quick, rehearsals=2).decode_after(faded, found, seen, rng_of(0))
+    assert other.images.isfinite().all()
+    assert not torch.equal(other.images, exact)
+
+
+def test_an_attack_that_inverts_is_rehearsed_and_granted_encodings_are_not():
+    _, _, seen = look("mixup:k=2", rounds=3)
+    short = "train=3,width=4,restarts=1,rounds=3"
+    inverted = [build_attack(f"unmix:inner=gs:iterations=2,{short},rehearsals={n}")(seen, rng_of(0)) for n in (0, 2)]
+    granted = [build_attack(f"unmix:{short},rehearsals={n}")(seen, rng_of(0)) for n in (0, 2)]
+    assert not torch.equal(inverted[0].images, inverted[1].images)
+    assert torch.equal(granted[0].images, granted[1].images)
+    few = seen.with_public(seen.public_data[slice(0, 4)])
+    result = replace(QUICK, train=3, rehearsals=2).decode_after(faded, Encodings().run(seen, rng_of(0)), few, rng_of(0))
+    assert "not rehearsed: a played client needs 5 public images" in result.why[0]
 
 
 def rng_of(seed):

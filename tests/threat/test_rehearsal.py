@@ -9,7 +9,7 @@ from torch import nn
 from gradveil.defences import build_defence
 from gradveil.errors import ThreatModelError
 from gradveil.federated.protocol import LocalSettings, Protocol
-from gradveil.threat import Known, PublicKnowledge, ThreatModel
+from gradveil.threat import Knowledge, Known, PublicKnowledge, ThreatModel
 from gradveil.threat.observe import Federation, observe
 from gradveil.threat.received import received
 from gradveil.threat.rehearsal import rehearse, relative_work, unplayable
@@ -88,11 +88,25 @@ def test_a_mean_of_clients_is_played_as_a_mean():
     joined = Batch(
         torch.cat([b.images for b in both]), torch.cat([b.labels for b in both]), torch.cat([b.sensitive for b in both])
     )
-    again = rehearse(seen, [joined, joined], seed=5)
+    known = replace(seen, threat=ThreatModel(seen.threat.knows | {Knowledge.ENCODINGS}))
+    again = rehearse(known, [joined, joined], seed=5)
     assert again.num_targets == 2
+    assert torch.allclose(again.encodings.images.sum(0), 2 * joined.images.sum(0))
     assert again.labels.shape == (2, 4)
     for name, tensor in seen.updates.items():
         assert torch.allclose(again.updates[name], tensor.expand_as(again.updates[name]), atol=1e-6)
+
+
+def test_a_client_that_uses_some_of_its_images_per_round_is_played_over_rounds():
+    protocol = Protocol(LocalSettings("fedsgd", batch_size=1), rounds=4)
+    seen = watched(build_defence("mixup:k=2,pool=data"), protocol, count=1, images=3, knows=("num-examples", "defence"))
+    known = replace(seen, threat=ThreatModel.of("num-examples", "defence", "encodings"))
+    (own,) = batches(1, 3, seed=1)
+    again = rehearse(known, [own], seed=5, rounds=2)
+    assert (again.num_targets, again.num_examples, again.num_images) == (2, 1, 3)
+    shares = torch.linalg.lstsq(own.images.flatten(1).T, again.encodings.images.flatten(1).T).solution
+    assert torch.allclose(own.images.flatten(1).T @ shares, again.encodings.images.flatten(1).T, atol=1e-4)
+    assert (shares.T > 1e-3).sum(1).tolist() == [2, 2]
 
 
 def test_several_local_steps_must_be_known():

@@ -147,7 +147,8 @@ class Attack(AnyAttack):
             raise ThreatModelError(needs_message(self.name, needs, seen.threat.knows))
         seen = replace(seen, threat=ThreatModel(seen.threat.knows - self.ignores))
         stages = self.decoders(seen)
-        result = decoded(self._guarded(seen, rng), stages, seen, rng)
+        inverts = Knowledge.ENCODINGS not in self.needs
+        result = decoded(self._guarded(seen, rng), stages, seen, rng, self._guarded if inverts else None)
         result = with_untried(result, self._stage_options(seen), stages, seen)
         several = seen.rounds > 1 and len(result.images) == seen.num_targets
         return _least(result, seen.rounds) if several else result

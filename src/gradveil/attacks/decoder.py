@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradveil.attacks.base import Attack, Scene, build_attack
-from gradveil.attacks.parts.stages import Stage
+from gradveil.attacks.parts.stages import Inversion, Stage
 from gradveil.errors import ConfigError
 from gradveil.threat import Observation, Reconstruction
 
@@ -52,6 +52,12 @@ class Decoder(Attack):
         Returns one result per target, or one per client if it combines a client's rounds. A guess that is NaN carries
         no information.
         """
+
+    def decode_after(
+        self, invert: Inversion | None, found: Reconstruction, seen: Observation, rng: torch.Generator
+    ) -> Reconstruction:
+        """Decode the guesses of the attack ``invert``, or exact ones if it is None; by default, alike."""
+        return self.decode(found, seen, rng)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Guess what the network saw, by the attack ``inner``."""

@@ -1,15 +1,15 @@
 """Stationarity: recover the private image from an obscured one, against LODA."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gradveil.attacks.decoder import Decoder
+from gradveil.attacks.parts.imitation import Imitation, learned_filter
 from gradveil.attacks.parts.priors import total_variation
+from gradveil.attacks.rehearsing import RehearsingDecoder
 from gradveil.defences import member, required
 from gradveil.defences.loda import Loda
 from gradveil.networks.features import Features
@@ -23,7 +23,7 @@ STEPS = (50, 100, 200, 400)
 
 
 @dataclass(frozen=True)
-class Stationarity(Decoder):
+class Stationarity(RehearsingDecoder):
     r"""Find the image for which the obscured one is a stationary point of LODA's objective, or has similar features.
 
     .. math:: \text{stationarity:} \quad \arg\min_{x \in [0,1]^D} \|\nabla g(x')^T (g(x') - g(x)) - c (x' - x)\|_2^2
@@ -57,6 +57,8 @@ class Stationarity(Decoder):
         bounds: whether pixels of x' at 0 or 1 only require a gradient that points outwards.
         search: number of public images on which c (or tv) and steps are chosen first; 0 uses the settings. For
             ``learned``, the number of images to learn from.
+        rehearsals: updates of played clients from which the errors of ``inner`` are learned, for ``search``; 0 learns
+            from exact images.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.DEFENCE})
@@ -78,7 +80,7 @@ class Stationarity(Decoder):
         in_range("tv", self.tv, 0)
         in_range("steps", self.steps, 1)
         in_range("lr", self.lr, 0, open_low=True)
-        in_range("search", self.search, 1 if self.way == "learned" else 0)
+        in_range("search", self.search, 1 if self.way == "learned" or self.rehearsals else 0)
         if self.search or self.start == "public":
             object.__setattr__(self, "needs", self.needs | {Knowledge.PUBLIC_DATA})
 
@@ -86,16 +88,19 @@ class Stationarity(Decoder):
         """Return loda if the defence does not obscure images."""
         return ["loda"] if member(seen.defence, Loda) is None else []
 
-    def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
+    def decode(
+        self, found: Reconstruction, seen: Observation, rng: torch.Generator, imitate: Imitation | None = None
+    ) -> Reconstruction:
         """Decode each guess separately."""
         defence = required(seen.defence, Loda)
         features = defence.features(seen.network, seen.shape)
         obscured = found.images.flatten(0, 1)
         usable = obscured.flatten(1).isfinite().all(1)
         if self.way == "learned":
-            images = learned_filter(*_rehearsed(defence, features, seen, self.search, rng))(obscured).clamp(0, 1)
+            examples = _examples(defence, features, seen, self.search, rng, imitate)
+            images = learned_filter(*examples)(obscured).clamp(0, 1)
             return replace(found, images=images.view_as(found.images))
-        chosen = self._searched(defence, features, seen, rng) if self.search else self
+        chosen = self._searched(defence, features, seen, rng, imitate) if self.search else self
         begun = self._begin(obscured, seen, rng)
         how = _How(features, mean=defence.mean_squares)
         _, before = chosen._descend(how, obscured.nan_to_num(0.5), begun, (0,))
@@ -163,9 +168,16 @@ class Stationarity(Decoder):
             return torch.rand(obscured.shape, generator=rng).to(obscured)
         return torch.full_like(obscured, 0.5)
 
-    def _searched(self, defence: Loda, features: Features, seen: Observation, rng: torch.Generator) -> "Stationarity":
+    def _searched(
+        self,
+        defence: Loda,
+        features: Features,
+        seen: Observation,
+        rng: torch.Generator,
+        imitate: Imitation | None = None,
+    ) -> "Stationarity":
         """Return the attack with the weight and steps that work best on public images that the attacker obscures."""
-        obscured, truth = _rehearsed(defence, features, seen, self.search, rng)
+        obscured, truth = _examples(defence, features, seen, self.search, rng, imitate)
         begun = self._begin(obscured, seen, rng)
         best, least = self, torch.inf
         own = (defence.c,) if self.way == "stationarity" else ()
@@ -179,40 +191,21 @@ class Stationarity(Decoder):
         return best
 
 
-def _rehearsed(
-    defence: Loda, features: Features, seen: Observation, count: int, rng: torch.Generator
+def _examples(
+    defence: Loda,
+    features: Features,
+    seen: Observation,
+    count: int,
+    rng: torch.Generator,
+    imitate: Imitation | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return public images that the attacker obscured as the defence does, and the originals."""
+    """Return public images obscured as the defence does, with the errors of an inversion, and the originals."""
     public = seen.public_data.images
     order = torch.randperm(len(public), generator=rng)
     truth, begun = public[order[:count]], public[order.flip(0)[: min(count, len(public))]]
     pairs = zip(torch.split(truth, _TOGETHER), torch.split(begun, _TOGETHER), strict=True)
-    return torch.cat([defence.obscured(features, *pair) for pair in pairs]), truth
-
-
-def learned_filter(obscured: Tensor, truth: Tensor, side: int = 5) -> Callable[[Tensor], Tensor]:
-    """Return the linear map from patches of images (N, C, H, W) to the true pixel in the middle, by ridge regression.
-
-    Example:
-        >>> images = torch.rand(4, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-        >>> bool((learned_filter(1 - images, images)(1 - images) - images).abs().max() < 1e-2)
-        True
-    """
-
-    def rows(images: Tensor) -> Tensor:
-        padded = F.pad(images, (side // 2,) * 4, mode="reflect")
-        patches = F.unfold(padded, side).transpose(1, 2)  # (N, pixels, C * side * side)
-        return torch.cat([patches, torch.ones_like(patches[..., :1])], 2)
-
-    known, wanted = rows(obscured).flatten(0, 1), truth.flatten(2).transpose(1, 2).flatten(0, 1)
-    square = known.T @ known
-    ridge = 1e-4 * square.diagonal().mean() * torch.eye(len(square)).to(square)
-    solution: Tensor = torch.linalg.solve(square + ridge, known.T @ wanted)
-
-    def apply(images: Tensor) -> Tensor:
-        return (rows(images) @ solution).transpose(1, 2).reshape(images.shape)
-
-    return apply
+    obscured = torch.cat([defence.obscured(features, *pair) for pair in pairs])
+    return (obscured if imitate is None else imitate(obscured, rng)), truth
 
 
 CONVERGED = 0.1

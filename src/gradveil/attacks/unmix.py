@@ -1,12 +1,12 @@
 """Unmix: recover private images from many mixtures of them, against Mixup and InstaHide."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.decoder import Decoder
+from gradveil.attacks.parts.imitation import Imitation, learned_filter, least_loss
 from gradveil.attacks.parts.unmixing import (
     Encoder,
     Mixtures,
@@ -20,6 +20,7 @@ from gradveil.attacks.parts.unmixing import (
     solved,
     train_similarity,
 )
+from gradveil.attacks.rehearsing import RehearsingDecoder
 from gradveil.defences import member, required
 from gradveil.defences.instahide import Instahide
 from gradveil.defences.mixup import Mixup, coefficients
@@ -29,7 +30,7 @@ from gradveil.validate import in_range
 
 
 @dataclass(frozen=True)
-class Unmix(Decoder):
+class Unmix(RehearsingDecoder):
     r"""Find which of a client's encodings share an image and in what proportions, then solve for the images.
 
     .. math:: \arg\min_{X, M} \big\| \mathrm{abs}(M X) - \mathrm{abs}(E) \big\|_2^2
@@ -64,6 +65,8 @@ class Unmix(Decoder):
         rounds: how often X and M are solved in turn.
         keep: share of the guesses that are used, those with the least loss of ``inner``; all if their losses are equal,
             as those of granted encodings are.
+        rehearsals: updates of played clients from which the errors of ``inner`` are learned for the similarity network;
+            0 trains it on exact mixtures.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset(
@@ -82,6 +85,11 @@ class Unmix(Decoder):
             in_range(name, getattr(self, name), low)
         in_range("keep", self.keep, 0, 1, open_low=True)
 
+    @property
+    def share_used(self) -> float:
+        """The share of guesses that are decoded: ``keep``."""
+        return self.keep
+
     def unfit(self, seen: Observation) -> list[str]:
         """Return what is missing: a defence that mixes images, or enough mixtures of several images."""
         if member(seen.defence, Mixup) is None:
@@ -89,21 +97,23 @@ class Unmix(Decoder):
         enough = seen.num_images >= 2 and seen.rounds * seen.num_examples >= 2 * seen.num_images
         return [] if enough else ["several rounds of encodings"]
 
-    def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
+    def decode(
+        self, found: Reconstruction, seen: Observation, rng: torch.Generator, imitate: Imitation | None = None
+    ) -> Reconstruction:
         """Recover each client's images from all its rounds."""
         defence, images = required(seen.defence, Mixup), seen.num_images
         encodings = 2 * found.images.detach().cpu().reshape(-1, seen.rounds * seen.num_examples, *seen.shape) - 1
         flipped = isinstance(defence, Instahide) and 0 < defence.flip < 1
         public = 2 * seen.public_data.images.cpu().float() - 1
-        encoder = _encoder(defence, public, flipped=flipped)
+        encoder = _encoder(defence, public, flipped=flipped, imitate=imitate)
         network = train_similarity(
             public, encoder, num_images=images, steps=self.train, width=self.width, batch=48, rng=rng
         )
         losses = found.loss.detach().cpu().view(-1, seen.rounds).repeat_interleave(seen.num_examples, 1)
         told = _Told.of(seen, len(encodings))
-        task = _Task(network, defence, public, images, flipped)
+        task = _Task(network, defence, public, images, flipped, imitate)
         solutions = [
-            self._solve(each, _least(loss, self.keep, 2 * images), own, task, rng)
+            self._solve(each, least_loss(loss, self.keep, 2 * images), own, task, rng)
             for each, loss, own in zip(encodings, losses, told, strict=True)
         ]
         residual = torch.tensor([solution.residual for solution in solutions])
@@ -132,6 +142,8 @@ class Unmix(Decoder):
         if mixing is None:
             mixing = self._estimate(mixtures, shown, labels, task, rng)
         solution = solved(mixtures, mixing, rounds=self.rounds, restarts=8, rng=rng)
+        if task.imitate is not None and not task.flipped:
+            solution = solution._replace(images=_corrected(solution, mixtures, task, task.imitate, rng))
         whole = torch.full((len(encodings), count), torch.nan)
         whole[usable] = solution.coefficients
         solution = solution._replace(coefficients=whole)
@@ -170,6 +182,7 @@ class _Task:
         public: public images in [-1, 1].
         num_images: N, images per client.
         flipped: whether the signs of pixels are unknown.
+        imitate: makes the errors of the guesses in other mixtures, or None if they are taken as exact.
     """
 
     network: nn.Module
@@ -177,6 +190,7 @@ class _Task:
     public: Tensor
     num_images: int
     flipped: bool
+    imitate: Imitation | None = None
 
     @property
     def mixes_public(self) -> bool:
@@ -215,25 +229,42 @@ class _Told(NamedTuple):
         return mixing, None if self.soft is None else SoftLabels.of(self.soft[rows], num_images)
 
 
-def _least(loss: Tensor, share: float, fewest: int) -> Tensor:
-    """Return a mask (E,) of the share with the least loss, of at least ``fewest``; of all if losses are equal."""
-    loss = loss.nan_to_num(torch.inf)
-    count = max(fewest, round(share * len(loss)))
-    if bool((loss == loss[0]).all()):
-        return torch.ones(len(loss), dtype=torch.bool)
-    mask = torch.zeros(len(loss), dtype=torch.bool)
-    mask[loss.argsort(stable=True)[:count]] = True
-    return mask
-
-
 _TRIAL = 4
 """Rounds after which restarts are compared."""
 _CONVERGED = 0.1
 """A client has converged if at most this share of the encodings' standard deviation is unexplained."""
 
 
-def _encoder(defence: Mixup, public: Tensor, *, flipped: bool) -> Encoder:
-    """Return a function that mixes an attacker's images as the defence does; each is the main image in turn."""
+_REHEARSED = 8
+"""Sets of public images, each as large as a client's, from which the correction of decoded images is learned."""
+
+
+def _corrected(solution: Solution, mixtures: Mixtures, task: _Task, imitate: Imitation, rng: torch.Generator) -> Tensor:
+    """Return the images (N, D) after a filter that undoes what errors of the guesses do to decoded images.
+
+    The filter is learned from public images that were mixed in the shares found, shown with such errors, and decoded.
+    """
+    mixing, strangers = solution.coefficients, task.defence.k - task.defence.num_private
+    decoded, truth = list[Tensor](), list[Tensor]()
+    for _ in range(_REHEARSED):
+        images = task.public[torch.randperm(len(task.public), generator=rng)[: task.num_images]]
+        mixed = torch.einsum("en,n...->e...", mixing, images)
+        for _ in range(strangers):
+            others = task.public[torch.randint(len(task.public), (len(mixing),), generator=rng)]
+            mixed = mixed + ((1 - mixing.sum(1)) / strangers).view(-1, 1, 1, 1) * others
+        shown = 2 * imitate((mixed + 1) / 2, rng) - 1
+        played = replace(mixtures, encodings=shown.flatten(1), known=True)
+        decoded.append(solved(played, mixing, rounds=1, restarts=1, rng=rng).images.view_as(images))
+        truth.append(images)
+    correct = learned_filter(torch.cat(decoded), torch.cat(truth))
+    return correct(solution.images.view_as(images)).clamp(-1, 1).flatten(1)
+
+
+def _encoder(defence: Mixup, public: Tensor, *, flipped: bool, imitate: Imitation | None) -> Encoder:
+    """Return a function that mixes an attacker's images as the defence does; each is the main image in turn.
+
+    If there is an ``imitate``, its errors are made in the mixtures.
+    """
 
     def encode(images: Tensor, count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         parts = defence.num_private
@@ -246,6 +277,10 @@ def _encoder(defence: Mixup, public: Tensor, *, flipped: bool) -> Encoder:
         for rest in weights[:, parts:].T:
             strangers = public[torch.randint(len(public), (count,), generator=rng)]
             mixed = mixed + rest.view(-1, 1, 1, 1) * strangers
+        if imitate is not None:
+            if flipped:
+                mixed = mixed * (2 * torch.randint(2, mixed.shape, generator=rng) - 1)
+            mixed = 2 * imitate((mixed + 1) / 2, rng) - 1
         return (mixed.abs() if flipped else mixed), mixing
 
     return encode

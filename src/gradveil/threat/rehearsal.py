@@ -12,10 +12,11 @@ from gradveil.federated.protocol import Protocol
 from gradveil.threat.knowledge import Knowledge, PublicKnowledge
 from gradveil.threat.model import Observation, Script
 from gradveil.threat.observe import Federation, observe
+from gradveil.threat.seen import joined
 from gradveil.types import Batch
 
 
-def rehearse(seen: Observation, batches: Sequence[Batch], seed: int) -> Observation:
+def rehearse(seen: Observation, batches: Sequence[Batch], seed: int, rounds: int = 1) -> Observation:
     """Return what the server would see of clients that have these images and train as the observed ones did.
 
     An attacker who knows the defence plays it as it is, with new keys, noise and other private draws for each client,
@@ -27,6 +28,8 @@ def rehearse(seen: Observation, batches: Sequence[Batch], seed: int) -> Observat
         seen: what the server saw of the real clients.
         batches: the images of each played update; all of one size. All count as marked sensitive.
         seed: of all random draws.
+        rounds: updates of each played client. With several, a batch is all that a client has, and FedSGD uses as many
+            images per round as the observed clients did.
 
     Raises:
         ThreatModelError: the round can't be played, see `unplayable`.
@@ -45,7 +48,7 @@ def rehearse(seen: Observation, batches: Sequence[Batch], seed: int) -> Observat
             threat=seen.threat,
             num_classes=seen.num_classes,
             defence=seen.defence if defended else Defence(),
-            protocol=_one_round(script.protocol),
+            protocol=_one_round(script.protocol) if rounds == 1 else replace(script.protocol, rounds=rounds),
             public=_public(seen),
             federation=Federation(
                 aux=script.aux,
@@ -102,7 +105,7 @@ def _public(seen: Observation) -> PublicKnowledge:
 
 
 def _stacked(found: Sequence[Observation]) -> Observation:
-    """Return several means as the updates of one observation; of the facts per update, only the labels are kept."""
+    """Return several means as updates of one observation; of the facts per update, keep labels and encodings."""
     first = found[0]
     updates, buffers = (
         {name: torch.cat([getattr(one, part)[name] for one in found]) for name in getattr(first, part)}
@@ -111,6 +114,8 @@ def _stacked(found: Sequence[Observation]) -> Observation:
     facts = {key: fact for key, fact in first._facts.items() if key in _COMMON}
     if first.knows(Knowledge.LABELS):
         facts[Knowledge.LABELS] = torch.cat([one.labels for one in found])
+    if first.knows(Knowledge.ENCODINGS):
+        facts[Knowledge.ENCODINGS] = joined([one.encodings for one in found])
     return replace(first, updates=updates, buffers=buffers, _facts=facts)
 
 

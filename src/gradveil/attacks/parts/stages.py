@@ -13,6 +13,9 @@ import torch
 from gradveil.attacks.parts.countermoves import countermove, countermoves
 from gradveil.threat import Knowledge, Observation, Reconstruction
 
+Inversion = Callable[[Observation, torch.Generator], Reconstruction]
+"""An attack that guesses what the network saw."""
+
 
 @runtime_checkable
 class Stage(Protocol):
@@ -29,8 +32,14 @@ class Stage(Protocol):
     def lacks(self, seen: Observation) -> list[str]:
         """Return what the stage needs but is not granted."""
 
-    def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """Return private images from guesses of what the network saw."""
+    def decode_after(
+        self, invert: Inversion | None, found: Reconstruction, seen: Observation, rng: torch.Generator
+    ) -> Reconstruction:
+        """Return private images from guesses of what the network saw.
+
+        ``invert`` is the attack that made the guesses, on which a stage may rehearse; None if they are exact, or not
+        those of an attack alone.
+        """
 
 
 Stages = Sequence[Stage]
@@ -58,17 +67,22 @@ def runnable(options: Sequence[Stages], seen: Observation) -> Stages:
     return next(iter(fitting or options), [])
 
 
-def decoded(result: Reconstruction, stages: Stages, seen: Observation, rng: torch.Generator) -> Reconstruction:
-    """Run the stages one after the other. A stage that lacks something is skipped, and ``why`` says so."""
+def decoded(
+    result: Reconstruction, stages: Stages, seen: Observation, rng: torch.Generator, invert: Inversion | None
+) -> Reconstruction:
+    """Run the stages one after the other. A stage that lacks something is skipped, and ``why`` says so.
+
+    Only the first stage can rehearse on ``invert``, the attack that made ``result``: later ones get decoded guesses.
+    """
     for stage in stages:
         lacking = stage.lacks(seen)
         if lacking:
             reason = f"{stage.name} needs {', '.join(lacking)}"
-            result = _noted(result, f"not decoded: {reason}")
+            result = noted(result, f"not decoded: {reason}")
             result = replace(result, not_decoded=result.not_decoded or (reason,) * len(result.images))
             continue
         before = result.answers or ("",)
-        result = stage.decode(result, seen, rng)
+        result, invert = stage.decode_after(invert, result, seen, rng), None
         played = ", then ".join(filter(None, [before[0], stage.spec]))
         result = replace(result, answers=(played,) * len(result.images))
     return result
@@ -80,9 +94,10 @@ def with_untried(
     """Note in ``why`` which stages of the first option were not tried, and what they need."""
     for stage in next(iter(options), []):
         if stage not in played and (lacking := stage.lacks(seen)):
-            result = _noted(result, f"not tried: {stage.spec} needs {', '.join(lacking)}")
+            result = noted(result, f"not tried: {stage.spec} needs {', '.join(lacking)}")
     return result
 
 
-def _noted(result: Reconstruction, note: str) -> Reconstruction:
+def noted(result: Reconstruction, note: str) -> Reconstruction:
+    """Return the guesses with a note added to the remark on each target."""
     return replace(result, why=tuple("; ".join(filter(None, [why, note])) for why in result.why))
