@@ -16,6 +16,7 @@ import torch
 from gradveil import create_model, load_dataset
 from gradveil.attacks import build_attack
 from gradveil.attacks.encodings import Encodings
+from gradveil.attacks.parts.imitation import imitated
 from gradveil.attacks.unmix import Unmix
 from gradveil.data.pixels import to_batch
 from gradveil.defences import build_defence
@@ -60,7 +61,7 @@ def figures(truth: torch.Tensor, guesses: torch.Tensor) -> list[float]:
 
 
 def measured(options: argparse.Namespace) -> dict[str, object]:
-    """Invert all mixtures once, and decode them with each attacker's knowledge."""
+    """Invert all mixtures once, and decode them with each attacker's knowledge, rehearsed and not."""
     private, public = scene(options.data, options.dataset, options.images, options.seed)
     seen = observed(private, public, options.defence, options.mixtures, options.seed)
     attack = build_attack(options.attack)
@@ -69,6 +70,8 @@ def measured(options: argparse.Namespace) -> dict[str, object]:
         seen.without(Knowledge.ENCODINGS, Knowledge.MIXING), stream(options.seed, "mixtures", "gs")
     )
     seconds = process_time() - began
+    played = seen.without(Knowledge.MIXING)
+    errors = imitated(attack.run, played, options.rehearsals, stream(options.seed, "mixtures", "played"), Unmix.keep)
     encoded = Encodings().run(seen, stream(options.seed, "mixtures", "encodings")).images
     inverted = Psnr()(encoded.flatten(0, 1), found.images.flatten(0, 1))
     rows = []
@@ -77,13 +80,15 @@ def measured(options: argparse.Namespace) -> dict[str, object]:
         ("soft labels", (Knowledge.ENCODINGS, Knowledge.MIXING)),
         ("mixing", (Knowledge.ENCODINGS,)),
     ):
-        began = process_time()
-        decoded = Unmix().decode(found, seen.without(*hidden), stream(options.seed, "mixtures", "decode"))
-        values = figures(private.images, decoded.images.flatten(0, 1))
-        rows.append({
-            "decoder": name, "psnr": round(sum(values) / len(values), 2), "best": max(values), "each": values,
-            "seconds": round(process_time() - began, 1),
-        })  # fmt: skip
+        for rehearsals, imitate in ((0, None), (options.rehearsals, errors)):
+            began = process_time()
+            rng = stream(options.seed, "mixtures", "decode")
+            decoded = Unmix().decode(found, seen.without(*hidden), rng, imitate)
+            values = figures(private.images, decoded.images.flatten(0, 1))
+            rows.append({
+                "decoder": name, "rehearsals": rehearsals, "psnr": round(sum(values) / len(values), 2),
+                "best": max(values), "each": values, "seconds": round(process_time() - began, 1),
+            })  # fmt: skip
     return {
         "inverted_psnr": round(float(inverted.mean()), 2), "gs_seconds": round(seconds, 1), "rows": rows,
     }  # fmt: skip
@@ -98,6 +103,7 @@ def main() -> None:
     parser.add_argument("--attack", default="gs:iterations=3000,sign=none,schedule=cosine,lr=0.1,tv=1e-3,adapt=none")
     parser.add_argument("--images", type=int, default=8)
     parser.add_argument("--mixtures", type=int, default=160)
+    parser.add_argument("--rehearsals", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/mixtures.json"))
     options = parser.parse_args()

@@ -1,14 +1,14 @@
 """Unmix: recover private images from many mixtures of them, against Mixup and InstaHide."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.parts.imitation import Imitation, learned_filter, least_loss
+from gradveil.attacks.parts.imitation import Imitation, least_loss
+from gradveil.attacks.parts.played_mixtures import corrected, encoder
 from gradveil.attacks.parts.unmixing import (
-    Encoder,
     Mixtures,
     SoftLabels,
     Solution,
@@ -23,8 +23,7 @@ from gradveil.attacks.parts.unmixing import (
 from gradveil.attacks.rehearsing import RehearsingDecoder
 from gradveil.defences import member, required
 from gradveil.defences.instahide import Instahide
-from gradveil.defences.mixup import Mixup, coefficients
-from gradveil.secret_stream import attackers_stream
+from gradveil.defences.mixup import Mixup
 from gradveil.threat import Knowledge, Observation, Reconstruction
 from gradveil.validate import in_range
 
@@ -46,6 +45,11 @@ class Unmix(RehearsingDecoder):
     an image whose class is its own has its coefficients at once. If M itself is granted, only X is solved for. Guesses
     differ in quality, which the loss of ``inner`` tells, so the worst of them are left out.
 
+    If ``inner`` inverts gradients, it first inverts some of clients that the attacker plays with public images. The
+    network then learns from mixtures with errors of this kind, and a filter that undoes what these errors do to X is
+    learned from public images that were mixed by M, shown with such errors, and decoded. If signs of pixels are
+    unknown, only the network learns.
+
     Needs: the defence, the number of examples, public images, and what ``inner`` needs. Labels and the mixing are used
     if they are granted.
     Fails: with few rounds; with encodings that gradient inversion blurred, as after a few hundred steps (give gs about
@@ -54,8 +58,9 @@ class Unmix(RehearsingDecoder):
     https://arxiv.org/abs/2206.00769, Eq. 3, on 50 encodings of each image.
     Differs from the paper: the network embeds each encoding separately, where Carlini et al. compare pairs;
     coefficients are estimated and refined, not assumed equal; X is found by alternating least squares, not by Adam;
-    signs are made consistent; guesses are chosen by their loss. GradAttack's decoder, https://arxiv.org/abs/2112.00059,
-    which Wan et al. may have used, is given M, as here with ``--knows ...,mixing``.
+    signs are made consistent; guesses are chosen by their loss; errors of inversions are rehearsed. GradAttack's
+    decoder, https://arxiv.org/abs/2112.00059, which Wan et al. may have used, is given M, as here with
+    ``--knows ...,mixing``.
 
     Attributes:
         inner: the attack whose guesses are decoded; by default the granted encodings.
@@ -65,8 +70,8 @@ class Unmix(RehearsingDecoder):
         rounds: how often X and M are solved in turn.
         keep: share of the guesses that are used, those with the least loss of ``inner``; all if their losses are equal,
             as those of granted encodings are.
-        rehearsals: updates of played clients from which the errors of ``inner`` are learned for the similarity network;
-            0 trains it on exact mixtures.
+        rehearsals: updates of played clients from which the errors of ``inner`` are learned; 0 learns from exact
+            mixtures, as is always done if encodings are granted.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset(
@@ -105,9 +110,9 @@ class Unmix(RehearsingDecoder):
         encodings = 2 * found.images.detach().cpu().reshape(-1, seen.rounds * seen.num_examples, *seen.shape) - 1
         flipped = isinstance(defence, Instahide) and 0 < defence.flip < 1
         public = 2 * seen.public_data.images.cpu().float() - 1
-        encoder = _encoder(defence, public, flipped=flipped, imitate=imitate)
+        encode = encoder(defence, public, flipped=flipped, imitate=imitate)
         network = train_similarity(
-            public, encoder, num_images=images, steps=self.train, width=self.width, batch=48, rng=rng
+            public, encode, num_images=images, steps=self.train, width=self.width, batch=48, rng=rng
         )
         losses = found.loss.detach().cpu().view(-1, seen.rounds).repeat_interleave(seen.num_examples, 1)
         told = _Told.of(seen, len(encodings))
@@ -143,7 +148,7 @@ class Unmix(RehearsingDecoder):
             mixing = self._estimate(mixtures, shown, labels, task, rng)
         solution = solved(mixtures, mixing, rounds=self.rounds, restarts=8, rng=rng)
         if task.imitate is not None and not task.flipped:
-            solution = solution._replace(images=_corrected(solution, mixtures, task, task.imitate, rng))
+            solution = corrected(solution, mixtures, task.defence, task.public, task.imitate, rng)
         whole = torch.full((len(encodings), count), torch.nan)
         whole[usable] = solution.coefficients
         solution = solution._replace(coefficients=whole)
@@ -233,57 +238,6 @@ _TRIAL = 4
 """Rounds after which restarts are compared."""
 _CONVERGED = 0.1
 """A client has converged if at most this share of the encodings' standard deviation is unexplained."""
-
-
-_REHEARSED = 8
-"""Sets of public images, each as large as a client's, from which the correction of decoded images is learned."""
-
-
-def _corrected(solution: Solution, mixtures: Mixtures, task: _Task, imitate: Imitation, rng: torch.Generator) -> Tensor:
-    """Return the images (N, D) after a filter that undoes what errors of the guesses do to decoded images.
-
-    The filter is learned from public images that were mixed in the shares found, shown with such errors, and decoded.
-    """
-    mixing, strangers = solution.coefficients, task.defence.k - task.defence.num_private
-    decoded, truth = list[Tensor](), list[Tensor]()
-    for _ in range(_REHEARSED):
-        images = task.public[torch.randperm(len(task.public), generator=rng)[: task.num_images]]
-        mixed = torch.einsum("en,n...->e...", mixing, images)
-        for _ in range(strangers):
-            others = task.public[torch.randint(len(task.public), (len(mixing),), generator=rng)]
-            mixed = mixed + ((1 - mixing.sum(1)) / strangers).view(-1, 1, 1, 1) * others
-        shown = 2 * imitate((mixed + 1) / 2, rng) - 1
-        played = replace(mixtures, encodings=shown.flatten(1), known=True)
-        decoded.append(solved(played, mixing, rounds=1, restarts=1, rng=rng).images.view_as(images))
-        truth.append(images)
-    correct = learned_filter(torch.cat(decoded), torch.cat(truth))
-    return correct(solution.images.view_as(images)).clamp(-1, 1).flatten(1)
-
-
-def _encoder(defence: Mixup, public: Tensor, *, flipped: bool, imitate: Imitation | None) -> Encoder:
-    """Return a function that mixes an attacker's images as the defence does; each is the main image in turn.
-
-    If there is an ``imitate``, its errors are made in the mixtures.
-    """
-
-    def encode(images: Tensor, count: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        parts = defence.num_private
-        weights = coefficients(count, defence.k, defence.own, defence.cap, attackers_stream(rng))
-        keys = torch.rand(count, len(images), generator=rng)
-        keys[torch.arange(count), torch.arange(count) % len(images)] = -1.0
-        chosen = keys.argsort(1)[:, :parts]  # the main image first
-        mixing = torch.zeros(count, len(images)).scatter_(1, chosen, weights[:, :parts])
-        mixed = torch.einsum("en,n...->e...", mixing, images)
-        for rest in weights[:, parts:].T:
-            strangers = public[torch.randint(len(public), (count,), generator=rng)]
-            mixed = mixed + rest.view(-1, 1, 1, 1) * strangers
-        if imitate is not None:
-            if flipped:
-                mixed = mixed * (2 * torch.randint(2, mixed.shape, generator=rng) - 1)
-            mixed = 2 * imitate((mixed + 1) / 2, rng) - 1
-        return (mixed.abs() if flipped else mixed), mixing
-
-    return encode
 
 
 def _labels(solutions: list[Solution], told: list[_Told], seen: Observation) -> Tensor:
