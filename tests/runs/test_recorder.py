@@ -337,3 +337,109 @@ def test_a_block_that_failed_leaves_nothing_for_the_next(tmp_path):
         loop(model, optimiser, *data(), size=8)
     assert recorder.files["spec"]["batch_size"] == 0
     assert recorder.files["spec"]["num_examples"] == 8
+
+
+def kept(folder, train, factory=net):
+    """Return the error of a recorded loop, and the files that it left."""
+    torch.manual_seed(0)
+    model = factory()
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        pytest.raises(UnexplainedError) as caught,
+        gradveil.Recorder(model, optimiser, folder / "run", factory=factory),
+    ):
+        train(model, optimiser, *data())
+    return str(caught.value), {path.name for path in (folder / "run").glob("*")}
+
+
+def halved(model, optimiser, images, labels):
+    loop(model, optimiser, images, labels)
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+
+
+def never_zeroed(model, optimiser, images, labels):
+    for some in torch.arange(8).split(4):
+        functional.cross_entropy(model(images[some]), labels[some]).backward()
+        optimiser.step()
+
+
+def later_by_value(model, optimiser, images, labels):
+    for number, some in enumerate(torch.arange(8).split(4)):
+        optimiser.zero_grad()
+        functional.cross_entropy(model(images[some]), labels[some]).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3 if number else 1e3)
+        optimiser.step()
+
+
+def by_closure(model, optimiser, images, labels):
+    optimiser.step(lambda: functional.cross_entropy(model(images), labels))
+
+
+def rounded(model, optimiser, images, labels):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = functional.cross_entropy(model(images), labels)
+    loss.backward()
+    optimiser.step()
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (halved, "Only the optimiser's steps must change the weights"),
+        (never_zeroed, "Gradients must begin at zero"),
+        (later_by_value, "clipping by value"),
+    ],
+)
+def test_what_goes_wrong_after_the_first_step_is_told_when_the_files_are_saved(tmp_path, train, message):
+    said, files = kept(tmp_path, train)
+    assert message in said
+    assert "are saved in" in said
+    assert files == {"model.safetensors", "update.safetensors"}
+
+
+def test_a_closure_is_told_before_the_first_step(tmp_path):
+    said, files = kept(tmp_path, by_closure)
+    assert "got a closure" in said
+    assert not files
+
+
+def test_mixed_precision_is_named_if_its_gradients_differ_too_much(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradveil.runs.recorder.CLOSE", 1e-5)
+    said, files = kept(tmp_path, rounded)
+    assert "torch.autocast" in said
+    assert not files
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_a_scaled_loss_of_mixed_precision_is_unscaled(tmp_path, clip):
+    torch.manual_seed(0)
+    model = net()
+    optimiser, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    images, labels = data()
+    with gradveil.Recorder(model, optimiser, tmp_path / "run", factory=net) as recorder:
+        for some in torch.arange(8).split(4):
+            optimiser.zero_grad()
+            scaler.scale(functional.cross_entropy(model(images[some]), labels[some])).backward()
+            if clip:
+                scaler.unscale_(optimiser)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimiser)
+            scaler.update()
+    spec = recorder.files["spec"]
+    assert (spec["lr"], spec["clip_norm"]) == (0.1, pytest.approx(clip, rel=1e-3))
+
+
+def test_batches_whose_gradients_are_thrown_away_do_not_count(tmp_path):
+    torch.manual_seed(0)
+    model = net()
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    images, labels = data()
+    with gradveil.Recorder(model, optimiser, tmp_path / "run", factory=net) as recorder:
+        functional.cross_entropy(model(images[:3]), labels[:3]).backward()
+        optimiser.zero_grad()
+        pair = [functional.cross_entropy(model(images[some]), labels[some]) for some in torch.arange(8).split(4)]
+        (sum(pair) / 2).backward()
+        optimiser.step()
+    spec = recorder.files["spec"]
+    assert (spec["num_examples"], spec["batch_size"], spec["accumulate"]) == (8, 4, 2)

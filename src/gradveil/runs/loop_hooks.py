@@ -58,11 +58,16 @@ class Loss:
 
 
 class Losses(TorchFunctionMode):
-    """Call a function with each cross-entropy of whole-number labels that is computed in the ``with`` block."""
+    """Call functions with what is computed in the ``with`` block.
 
-    def __init__(self, found: Callable[[Loss], None]) -> None:
+    Args:
+        found: called with each cross-entropy of whole-number labels.
+        unscaled: called with the gradients that torch.amp.GradScaler has just multiplied by a factor, and the factor.
+    """
+
+    def __init__(self, found: Callable[[Loss], None], unscaled: Callable[[Sequence[Tensor], float], None]) -> None:
         super().__init__()
-        self._found, self._inside = found, False
+        self._found, self._unscaled, self._inside = found, unscaled, False
 
     def __torch_function__(
         self,
@@ -83,7 +88,10 @@ class Losses(TorchFunctionMode):
                     self._found(Loss(func, bound["input"], labels.detach(), smoothing))
                 finally:
                     self._inside = False
-        return func(*args, **given)
+        result = func(*args, **given)
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            self._unscaled(args[0], float(args[2]))
+        return result
 
 
 def flat(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -1,8 +1,9 @@
 """Record any torch training loop as files that ``gradveil attack`` takes: model before, update, specification."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from gradveil.errors import ConfigError, TrainingError, UnexplainedError
+from gradveil.errors import ConfigError, UnexplainedError
 from gradveil.federated.protocol import LocalSettings
 from gradveil.federated.steps import Stepper
 from gradveil.models import create_model
@@ -68,8 +69,8 @@ class Recorder:
         images: whether to keep the private images too, as ``truth.npz``, for scores.
 
     Raises:
-        TrainingError: the loop did something that a specification can't say. Model and update are saved if there was
-            a step.
+        UnexplainedError: the loop did something that a specification can't say; raised at once before the first step,
+            and later at the end of the block, when model and update are saved.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class Recorder:
         self._input: tuple[Tensor, dict[str, bool], Tensor] | None = None
         self._left: dict[str, Tensor] = {}
         self._depth = 0
+        self._rounded = False
+        self._problem: UnexplainedError | None = None
         self._spec: dict[str, Any] = {}
         self._hooks = ExitStack()
 
@@ -130,6 +133,7 @@ class Recorder:
         self._check()
         self._forget()
         self._before = copy.deepcopy(self.model)
+        self._there = self._trained()
         self._hooks.enter_context(watch(self.model, [""], before=self._saw))
         self._hooks.callback(self.optimizer.register_step_pre_hook(self._steps_now).remove)
         self._hooks.callback(self.optimizer.register_step_post_hook(self._stepped).remove)
@@ -137,7 +141,7 @@ class Recorder:
             if parameter.requires_grad:
                 keep = parameter.register_post_accumulate_grad_hook(self._keeping(name))  # type: ignore[no-untyped-call]
                 self._hooks.callback(keep.remove)
-        self._hooks.enter_context(Losses(self._lost))
+        self._hooks.enter_context(Losses(self._lost, self._unscaled))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -174,6 +178,7 @@ class Recorder:
         if isinstance(images, Tensor) and images.dim() == 4:
             modes = {name: layer.training for name, layer in call.layer.named_modules()}
             self._input = images.detach(), modes, torch.get_rng_state()
+            self._rounded = self._rounded or torch.is_autocast_enabled(images.device.type)
         else:
             self._input = None
 
@@ -187,12 +192,41 @@ class Recorder:
         random_state = None if self._steps else random
 
         def arrived(gradient: Tensor) -> None:
+            self._begins()
             keys = tuple(map(key_of, images))
             classes, scale = loss.outputs.shape[1], loss.scale(gradient)
             batch = RecordedBatch(images, loss.labels, classes, loss.smoothing, scale, modes, random_state, keys)
             self._waiting.append(batch)
 
         loss.outputs.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _begins(self) -> None:
+        """Forget batches whose gradients were zeroed without a step; find gradients that no one zeroed after a step."""
+        zero = not any(p.grad is not None and bool(p.grad.any()) for p in self.model.parameters())
+        if zero and self._left:
+            self._waiting, self._left = [], {}
+        elif not zero and not self._waiting:
+            self._refuse(
+                UnexplainedError(
+                    "Gradients must begin at zero in each step, got those of earlier batches. Call "
+                    "optimizer.zero_grad() before the block and after each step."
+                )
+            )
+
+    def _unscaled(self, gradients: Sequence[Tensor], factor: float) -> None:
+        """Take gradients that torch.amp.GradScaler divided by its scale as those that backward left."""
+        there = {tensor.data_ptr() for tensor in gradients}
+        found = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        found = {name: gradient for name, gradient in found.items() if gradient.data_ptr() in there}
+        if found and next(iter(self._left), None) in found:  # once, also if they are divided in several groups
+            self._waiting = [replace(batch, scale=batch.scale * factor) for batch in self._waiting]
+        self._left |= {name: gradient.detach().clone() for name, gradient in found.items()}
+
+    def _refuse(self, error: UnexplainedError) -> None:
+        """Raise an error before the first step; later let the loop train on, and raise it after saving the files."""
+        if not self._steps:
+            raise error
+        self._problem = self._problem or error
 
     def _keeping(self, name: str) -> Callable[[Tensor], None]:
         def keep(parameter: Tensor) -> None:
@@ -201,16 +235,28 @@ class Recorder:
 
         return keep
 
-    def _steps_now(self, *_: object) -> None:
+    def _steps_now(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the gradient with which the optimiser is about to step; a step may call that of its base class."""
         self._depth += 1
-        if self._depth > 1:
+        if self._depth > 1 or self._problem:
             return
+        try:
+            self._note_step(closure=any(callable(given) for given in (*args[1:], *kwargs.values())))
+        except UnexplainedError as error:
+            self._refuse(error)
+
+    def _note_step(self, *, closure: bool) -> None:
+        if closure:
+            raise UnexplainedError(
+                "Gradients must be there before the step, got a closure, which computes them within. Call "
+                "backward and then optimizer.step() without arguments."
+            )
         if not self._waiting:
             raise UnexplainedError(
-                "Each step must follow torch's cross_entropy (or nll_loss) of the model's output for images "
-                "(N, C, H, W) with whole-number labels, got a step without. Other losses can't be replayed."
+                "Each step must follow torch's cross_entropy (or nll_loss) without class weights, of model(images) for "
+                "images (N, C, H, W), with whole-number labels, got a step without. Other losses can't be replayed."
             )
+        self._check_untouched()
         now = flat({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
         left = flat(self._left)
         if now.shape != left.shape:
@@ -223,16 +269,27 @@ class Recorder:
             )
         (group,) = self.optimizer.param_groups
         facts = {key: value for key, value in group.items() if key != "params"}
+        if not self._steps:
+            self._explains_gradient(self._waiting, left)
+            self._first = self._trained(), now
         self._steps.append(RecordedStep(self._waiting, facts, size, size / max(before, 1e-30)))
         self._waiting = []
-        if len(self._steps) == 1:
-            self._explains_gradient(left)
-            self._first = self._trained(), now
+
+    def _check_untouched(self) -> None:
+        """Raise UnexplainedError if the weights are not those that the last step left."""
+        if not torch.allclose(self._trained(), self._there, rtol=0.0, atol=0.0, equal_nan=True):
+            raise UnexplainedError(
+                "Only the optimiser's steps must change the weights, got other changes between or after them (a "
+                "moving average, a projection, loaded weights). Take them out of the block."
+            )
 
     def _stepped(self, *_: object) -> None:
         """Check that the first step is the one that the optimiser's settings give."""
         self._depth -= 1
-        if self._depth or len(self._steps) > 1:
+        if self._depth:
+            return
+        self._there = self._trained()
+        if self._problem or len(self._steps) > 1:
             return
         weights, gradient = self._first
         keys = optimiser_keys(type(self.optimizer).__name__, self._steps[0].group)
@@ -241,9 +298,8 @@ class Recorder:
         Stepper(LocalSettings(**keys | ({"betas": tuple(keys["betas"])} if "betas" in keys else {})), lr).step(
             expected, gradient
         )
-        there = self._trained()
-        if float((there - expected).norm()) > 10 * CLOSE * float((there - weights).norm()) + 1e-12:
-            raise UnexplainedError(
+        if float((self._there - expected).norm()) > 10 * CLOSE * float((self._there - weights).norm()) + 1e-12:
+            self._problem = UnexplainedError(
                 f"The step of {type(self.optimizer).__name__} must be that of torch.optim, got another one. Use "
                 "torch's own optimiser, and let nothing else change the weights."
             )
@@ -251,11 +307,11 @@ class Recorder:
     def _trained(self) -> Tensor:
         return flat({name: p for name, p in self.model.named_parameters() if p.requires_grad})
 
-    def _explains_gradient(self, left: Tensor) -> None:
+    def _explains_gradient(self, batches: Sequence[RecordedBatch], left: Tensor) -> None:
         """Compute the first step's gradient again; raise UnexplainedError if the loss has other parts."""
         network = copy.deepcopy(self._before)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            for batch in self._steps[0].batches:
+            for batch in batches:
                 for name, layer in network.named_modules():
                     layer.training = batch.training[name]
                 if batch.random is not None:
@@ -264,6 +320,11 @@ class Recorder:
                 (batch.scale * loss).backward()  # type: ignore[no-untyped-call]
         found = flat({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
         if found.shape != left.shape or float((found - left).norm()) > 10 * CLOSE * float(left.norm()):
+            if self._rounded:
+                raise UnexplainedError(
+                    "Attacks replay gradients of full precision, got those of torch.autocast, which differ by more "
+                    f"than {10 * CLOSE:.0%}. Record a round without autocast."
+                )
             raise UnexplainedError(
                 "The gradient must be that of the cross-entropy of the model's output, got another one. Take other "
                 "terms out of the loss (a penalty is weight_decay of the optimiser), and feed the model images alone."
@@ -281,11 +342,14 @@ class Recorder:
         change = {name: after[name] - old for name, old in before.items() if old.is_floating_point()}
         save_tensors(self.update, change, mode=0o600)
         try:
+            if self._problem:
+                raise self._problem
+            self._check_untouched()
             keys = self._keys()
             self._spec = {key: value for key, value in keys.items() if value not in (None, "")}
             make_spec(self._spec, "the recorded specification")
         except (UnexplainedError, ConfigError) as error:
-            raise TrainingError(
+            raise UnexplainedError(
                 f"{error} Model and update are saved in {self.out}; to attack them, write a specification yourself."
             ) from error
         head = "".join(f"# {line}\n" for line in ("Recorded by gradveil.Recorder.", self.note) if line)
