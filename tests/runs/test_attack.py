@@ -363,6 +363,7 @@ def test_several_local_steps_need_their_settings(files):
         ({"labels": [-1]}, "labels must be in [0, 3], got -1"),
         ({"labels": [10**30]}, "labels must be in [0, 3]"),
         ({"labels": []}, "labels must be a list"),
+        ({"num_examples": 4, "labels": [1]}, "labels must be those of the 4 images of num_examples, got 1"),
         ({"labels": [[1], [1, 2]]}, "labels must be a list, or lists of one length"),
         ({"labels": [1, 2]}, "labels must have shape (2, 1), got (2,)"),
         ({"labels": [0.5]}, "Setting labels of the specification must be of type"),

@@ -152,6 +152,10 @@ BROKEN = {
     "an extra tensor": ("parameters", {"after": lambda change, state: change | {"more": torch.zeros(1)}}, {}),
     "nothing trained": ("near-zero gradient", {"lr": 1e-9}, {}),
     "whole weights": ("whole weights", {"after": lambda change, state: state}, {}),
+    "a change taken for weights": (
+        "not whole weights", {"after": lambda change, state: {n: t - state[n] for n, t in change.items()}},
+        {"kind": "weights"},
+    ),
     "the wrong way round": ("sign", {"after": lambda change, state: {n: -t for n, t in change.items()}}, {}),
 }  # fmt: skip
 HEALTHY = {

@@ -83,7 +83,7 @@ class Runs:
     ("content", "message"),
     [
         ({"model": Runs()}, "must hold tensors and plain values only"),
-        (nn.Linear(2, 2), "must hold tensors and plain values only"),
+        (nn.Linear(2, 2), r"no code in it is run, got torch\.nn\.modules\.linear\.Linear\. Save"),
         ([torch.zeros(2)], "must hold tensors by name, got list"),
         ({"epoch": 3}, "must hold tensors by name, got none"),
     ],

@@ -39,9 +39,15 @@ def near_zero(case: Case) -> Diagnosis | None:
 
 
 def whole_weights(case: Case) -> Diagnosis | None:
-    """Find weights that were sent in place of their change."""
+    """Find weights that were sent in place of their change, and changes that are taken for weights."""
     sent, weights = joined(case.change), joined(case.weights)
     alike = float(sent @ weights / (sent.norm() * weights.norm()).clamp_min(1e-30))
+    if case.spec.kind == "weights" and alike < -0.9:
+        return Diagnosis(
+            "not whole weights",
+            f"the weights would have shrunk to almost nothing (cosine {alike:.3f})",
+            'State kind = "change" if the file holds weights after minus before, or give the weights after training.',
+        )
     if case.spec.kind != "change" or alike < 0.9:
         return None
     return Diagnosis(

@@ -5,6 +5,7 @@ Weights and updates are safetensors, .npz, or torch's own files, of which only t
 
 import json
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -63,9 +64,10 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError) as error:
-        first = (str(error).splitlines() or ["no reason given"])[0]
+        forbidden = re.search(r"GLOBAL (\S+)", str(error))
+        what = forbidden[1][:100] if forbidden else f"what torch does not read ({type(error).__name__})"
         raise DataError(
-            f"{path} must hold tensors and plain values only, for no code in it is run, got: {first[:300]} "
+            f"{path} must hold tensors and plain values only, for no code in it is run, got {what}. "
             "Save model.state_dict() alone: torch.save(model.state_dict(), path)."
         ) from error
     inner = next(

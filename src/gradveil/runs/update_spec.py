@@ -120,6 +120,12 @@ class UpdateSpec:
         lists = [row if isinstance(row, tuple) else (row,) for row in self.labels or ()]
         if self.labels is not None and (not lists or len({len(row) for row in lists}) != 1 or not lists[0]):
             raise ConfigError(f"labels must be a list, or lists of one length, got {_short(self.labels)}.")
+        count = len(lists) if lists and not isinstance((self.labels or ())[0], tuple) else len(lists[0]) if lists else 0
+        if self.labels is not None and (self.num_examples or 1) > 1 and count != self.num_examples:
+            raise ConfigError(
+                f"labels must be those of the {self.num_examples} images of num_examples, got {count}. Correct one of "
+                "them, or leave it out."
+            )
         for label in [label for row in lists for label in row]:
             in_range("labels", label, 0, self.num_classes - 1)
         given = [name for name in _LOCAL if getattr(self, name) is not None]
