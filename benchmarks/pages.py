@@ -33,11 +33,12 @@ def mixtures(result: Mapping[str, Any]) -> str:
                 name,
                 f"{run['inverted_psnr']:.1f}",
                 row["decoder"],
+                f"{row.get('rehearsals', 0)}",
                 f"**{row['psnr']:.1f}**",
                 f"{row['best']:.1f}",
             ]
             rows.append(shown)
-    return _table(["defence", "mixtures, inverted", "the decoder knows", "images, mean", "best"], rows)
+    return _table(["defence", "mixtures, inverted", "the decoder knows", "rehearsals", "images, mean", "best"], rows)
 
 
 def completion(result: Mapping[str, Any]) -> str:

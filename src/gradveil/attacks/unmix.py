@@ -83,6 +83,7 @@ class Unmix(RehearsingDecoder):
     restarts: int = 8
     rounds: int = 40
     keep: float = 0.75
+    rehearsals: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
