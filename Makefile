@@ -10,7 +10,8 @@ export GRADVEIL_OFFLINE ?= 1
 demo: .venv/installed  ## audit five defences on real digits, and print the path of the page
 	@rm -rf runs/demo
 	$(BIN)/gradveil audit --dataset mnist-5k --model lenet-dlg --targets 8 --tap 1/500 --adaptive --sensitive none \
-	  --effort quick --out runs/demo --defences soteria:probes=32,entangle,dcs2,fedkl,dp-sgd
+	  --out runs/demo --defences soteria:probes=32,entangle,dcs2,fedkl,dp-sgd \
+	  --attacks gs:iterations=600,sign=none,schedule=cosine,lr=0.3,tv=1e-6
 
 test: check  ## everything that CI checks
 	$(PYTEST)

@@ -134,7 +134,10 @@ def test_nesterov_needs_momentum():
         ({"lr": "1e999"}, "lr must be"),
         ({"lr": "nan"}, "lr must be"),
         ({"dataset": 5}, "Setting dataset of a training must be of type str, got 5."),
-        ({"lr_steps": "1/b"}, "Setting lr_steps of a training must be of type tuple, got '1/b'."),
+        (
+            {"lr_steps": "1/b"},
+            "Setting lr_steps of a training must be of type int, or several separated by slashes such as 1/2, ",
+        ),
         ({"nesterov": "maybe"}, "Setting nesterov of a training must be of type bool, got 'maybe'."),
     ],
 )

@@ -327,7 +327,7 @@ class TestRounds:
             Simulation(settings, workers=0, dataset=self.dataset())
 
     def test_a_guards_data_set_without_a_guard_is_refused(self):
-        with pytest.raises(ConfigError, match="aux is for defences that use public images"):
+        with pytest.raises(ConfigError, match="aux is for defences and models that use public images"):
             Simulation(replace(self.TINY, defence="none", aux="mnist-5k"), workers=0)
 
 

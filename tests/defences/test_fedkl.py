@@ -315,7 +315,13 @@ def test_a_lock_of_something_else_or_none_at_all_is_refused():
             replace(defence, blocks=("other",)).check(network, (1, 12, 12))
 
 
-@pytest.mark.parametrize("model", [name for name in components("models") if name not in PLAIN])
+@pytest.mark.parametrize("model", ["patches", "frozen"])
+def test_a_network_with_a_frozen_trunk_has_nothing_to_lock(model):
+    with pytest.raises(ConfigError, match=r"trains no nn\.Conv2d"):
+        build_defence("fedkl:length=8").on_model(create_model(model, (3, 32, 32), 3, 0), SecretStream(0))
+
+
+@pytest.mark.parametrize("model", [name for name in components("models") if name not in (*PLAIN, "patches", "frozen")])
 def test_every_convolutional_model_of_the_zoo(model):
     small = {"vgg16": "vgg16:width=4", "densenet121": "densenet121:growth=4", "convnet": "convnet:width=4"}
     spec = small.get(model, f"{model}:width=4" if "resnet" in model else model)

@@ -289,7 +289,12 @@ def killed_at(number, out):
             count += 1
             if 2 * count == number + 2:
                 raise Killed
-            done = real[name](*args, **kwargs)
+            try:
+                done = real[name](*args, **kwargs)
+            except FileNotFoundError:  # nothing was there to remove
+                if 2 * count == number + 1:
+                    raise Killed from None
+                raise
             if 2 * count == number + 1:
                 if name == "open":
                     os.close(done)

@@ -174,10 +174,11 @@ class Fedkl(Defence):
         return {"joint": joint, "key": found}
 
     def _chosen(self, model: nn.Module) -> dict[str, nn.Conv2d]:
-        convs = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d) and name}
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d) and name]
+        convs = {name: layer for name, layer in layers if [*layer.parameters()]}  # those of a trunk are frozen
         if not convs:
             raise ConfigError(
-                "Defence 'fedkl' locks convolutions, but this network has no nn.Conv2d. "
+                "Defence 'fedkl' locks convolutions, but this network trains no nn.Conv2d. "
                 "Use a convolutional model (`gradveil list models`), or another defence."
             )
         if self.blocks == ("first",):
