@@ -601,7 +601,7 @@ def test_bad_settings(setting, message):
 
 
 def test_a_network_without_convolutions_is_refused():
-    with pytest.raises(ConfigError, match=r"has no nn\.Conv2d.*gradveil list models"):
+    with pytest.raises(ConfigError, match=r"trains no nn\.Conv2d.*gradveil list models"):
         locked(model="mlp")
 
 
