@@ -235,7 +235,7 @@ class Veil(Defence):
         return replace(total, tensors=moved)
 
     def rule(self, images: int, entries: int) -> float:
-        """Return the server's rate for a sum over so many images and a head of so many entries.
+        """Return the server's rate for a sum over ``images`` images and a head of ``entries`` entries.
 
         Example:
             >>> veil = Veil(mu=2, rounds=60, clients=10)

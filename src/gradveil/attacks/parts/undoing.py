@@ -97,7 +97,7 @@ def _separated(seen: Observation, name: str, rows: Rows, move: Countermove) -> U
 
 
 def _cleaned(seen: Observation, name: str, rows: Rows, move: Countermove, images: int) -> Undone:
-    """Replace the changes of each target by the nearest ones that so many images can cause."""
+    """Replace the changes of each target by the nearest ones that the given number of images can cause."""
     keys = (f"{name}.weight", f"{name}.bias")
     look = None if move.look is None else move.look(seen.mean_gradients)
     known = [seen.updates[key] != 0 if look is None else look[key] != 0 for key in keys]
