@@ -429,6 +429,46 @@ def test_a_site_refuses_a_trunk_that_is_not_its_own(settings, tmp_path):
         training.step(1)
 
 
+@pytest.fixture
+def public(tmp_path):
+    """Return a file of public images, in more classes than the digits have."""
+    path = tmp_path / "public.npz"
+    pictures = np.random.default_rng(0).integers(0, 256, (14, 1, 28, 28), dtype=np.uint8)
+    np.savez(path, x_train=pictures, y_train=np.arange(14), x_test=pictures[:2], y_test=np.arange(2))
+    return str(path)
+
+
+def test_a_trunk_of_public_images_is_built_at_server_and_sites_alike(settings, tmp_path, public):
+    settings = replace(settings, model="patches:filters=4", defence="veil:mu=8", aux=public, rounds=2)
+    with Simulation(settings, workers=0) as simulation:
+        here = play(simulation)
+    grid = LocalGrid(settings, tmp_path / "sites", files=f"{settings.dataset},{public}", data=None)
+    there = play(flower_training(grid, settings, load_dataset(settings.dataset), aux=load_dataset(public)))
+    assert same(here[1], there[1])
+    own = LocalGrid(
+        settings, tmp_path / "own", files=public, data=lambda context: load_dataset(settings.dataset)
+    )  # a site with its own images has the same trunk
+    flower_training(own, settings, load_dataset(settings.dataset), aux=load_dataset(public)).step(1)
+
+
+def test_a_site_that_does_not_allow_the_public_images_says_so(settings, tmp_path, public):
+    settings = replace(settings, model="patches:filters=4", aux=public, rounds=1)
+    with pytest.raises(ConfigError, match="model needs public images; the run's are not among the files"):
+        flower_training(
+            LocalGrid(settings, tmp_path), settings, load_dataset(settings.dataset), aux=load_dataset(public)
+        )
+
+
+def test_other_public_images_at_a_site_are_another_trunk(settings, tmp_path, public):
+    settings = replace(settings, model="patches:filters=4", aux=public, rounds=1)
+    grid = LocalGrid(settings, tmp_path, files=f"{settings.dataset},{public}")
+    training = flower_training(grid, settings, load_dataset(settings.dataset), aux=load_dataset(public))
+    kept = dict(np.load(public))
+    np.savez(public, **kept | {"x_train": 255 - kept["x_train"]})
+    with pytest.raises(ConfigError, match="The frozen part of its model is not the server's"):
+        training.step(1)
+
+
 def test_a_site_refuses_noise_that_is_shared_since_updates_travel_in_the_open(settings, tmp_path):
     settings = replace(settings, model="patches:filters=4", defence="veil:at=sum", aggregation="secure")
     with pytest.raises(ConfigError, match="shares its noise among clients, which needs secure aggregation"):

@@ -19,6 +19,7 @@ import numpy as np
 
 from gradveil.config import TrainSettings
 from gradveil.data import Dataset, Split, load_dataset
+from gradveil.data.auxiliary import joined
 from gradveil.data.federated import FederatedData
 from gradveil.defences import Defence, build_defence, planned_defence
 from gradveil.engines.devices import make_network
@@ -232,8 +233,10 @@ def server_app(*, timeout: float | None = None, wait: float = 600.0) -> ServerAp
     def main(grid: Grid, context: Context) -> None:
         out, root = (str(context.run_config.get(key, "")) for key in ("out", "data-root"))
         settings, limits = run_settings(context), _limits(context)
-        dataset = load_dataset(settings.dataset, Path(root) if root else None)
-        training = flower_training(grid, settings, dataset, limits, timeout=timeout, wait=wait)
+        place = Path(root) if root else None
+        dataset = load_dataset(settings.dataset, place)
+        aux = load_dataset(settings.aux, place) if settings.aux else None
+        training = flower_training(grid, settings, dataset, limits, aux, timeout=timeout, wait=wait)
         if not out:
             for row in training.run():
                 _say(row)
@@ -251,11 +254,16 @@ def flower_training(
     settings: TrainSettings,
     dataset: Dataset,
     limits: AnswerLimits | None = None,
+    aux: Dataset | None = None,
     *,
     timeout: float | None = None,
     wait: float = 600.0,
 ) -> Training:
-    """Return the server's side of a run over Flower; of ``dataset`` only the test images are used."""
+    """Return the server's side of a run over Flower; of ``dataset`` only the test images are used.
+
+    A model that is made of public images takes those of ``aux``. Sites make the same model of their own copy, and
+    refuse the run if its fingerprint is another one.
+    """
     settings = build_defence(settings.defence).training(settings)
     defence = planned_defence(settings)
     check_choices(settings, defence)
@@ -265,10 +273,9 @@ def flower_training(
             "measure the same settings with gradveil train --canaries."
         )
     normalisation = chosen_normalisation(settings.normalise, dataset)
-    build_network = partial(make_network, settings, dataset.shape, dataset.num_classes, normalisation)
+    nobody = _nobody(settings, dataset, aux)
+    build_network = partial(make_network, settings, dataset.shape, dataset.num_classes, normalisation, nobody.aux)
     net = server_network(settings, defence, build_network, dataset.shape, dataset.num_classes)
-    none = Split(dataset.train.images[:0], dataset.train.labels[:0])
-    nobody = FederatedData(none, dataset.test, np.arange(0), np.zeros(settings.clients + 1, int), np.zeros(0, bool))
     here = InProcess(settings, nobody, defence, build_network, Path("unused"))
     limits = limits or AnswerLimits()
     expected = ExpectedUpdate.of(net.to_update(net.values[net.shared], 0), defence, limits.max_norm)
@@ -277,6 +284,16 @@ def flower_training(
     engine.pin(trunk_of(net.module))
     refuse_unmarked(defence, engine.num_sensitive)
     return Training(settings, defence, net, engine, engine.sizes, has_sensitive=bool(engine.num_sensitive))
+
+
+def _nobody(settings: TrainSettings, dataset: Dataset, aux: Dataset | None) -> FederatedData:
+    """Return the server's own data: test images, and public images if there are any, but no client's image."""
+    none, public = Split(dataset.train.images[:0], dataset.train.labels[:0]), None
+    if aux is not None:
+        both, first = joined(dataset, aux, labelled=False), len(dataset.train)
+        public = Split(both.images[first:], both.labels[first:])
+    ends = np.zeros(settings.clients + 1, int)
+    return FederatedData(none, dataset.test, np.arange(0), ends, np.zeros(0, bool), public)
 
 
 def _limits(context: Context) -> AnswerLimits:

@@ -25,7 +25,7 @@ from gradveil.engines.site_ledger import LedgerFile, open_ledger
 from gradveil.engines.site_policy import SitePolicy, agree, read_policy
 from gradveil.errors import ConfigError, MessageError
 from gradveil.models import Normalisation
-from gradveil.models.base import has_room
+from gradveil.models.base import has_room, model_uses_aux
 from gradveil.models.trunk import trunk_of
 from gradveil.storage import PrivateFolder, write_atomic
 
@@ -118,6 +118,8 @@ def open_site(context: Context, data: Callable[[Context], Dataset] | None) -> It
         _refuse_other_data(folder / str(number) / "images-hash", fingerprint(own, []))
         if not settings.defended or number in settings.defended:
             _check_protection(policy, defence, own, aux_asked=bool(asked.aux))
+        if asked.aux and not own.public and model_uses_aux(settings.model):
+            raise refused("aux", f"Model {settings.model!r} is made of {asked.aux!r}; name it in this site's files.")
         seed = None if policy.repeatable else secrets.randbits(256)
         yield Site(policy, settings, defence, own, run, folder, book, seed)
 
@@ -150,7 +152,7 @@ def _site_data(
         drawn = ":" not in policy.sensitive and number not in defence.early_clients(settings.clients)
         return replace(part, sensitive=_marks(policy, len(part.train))) if drawn and not policy.repeatable else part
     own = data(context) if data is not None else load_dataset(policy.data, root)
-    marks, labelled = policy.sensitive if policy.repeatable else "", defence.aux_labels
+    marks, labelled = policy.sensitive if policy.repeatable else "", defence.aux_labels and defence.uses_aux
     mine = federate(own, "iid", 1, marks, settings.seed, aux, (), labelled)
     if not policy.repeatable:
         mine = replace(mine, sensitive=_marks(policy, len(own.train))[mine.indices])

@@ -20,7 +20,7 @@ from gradveil.errors import (
 )
 
 CODES: Mapping[str, tuple[type[GradveilError], str]] = {
-    "aux": (ConfigError, "Its defence needs public images, and the run's are not among the files that it allows."),
+    "aux": (ConfigError, "Its defence or model needs public images; the run's are not among the files that it allows."),
     "batch": (ConfigError, "The run's batch size is outside of its limits."),
     "budget": (RefusedError, "Its budget for scores of training images is spent."),
     "config": (ConfigError, "The run's settings can't be used there."),
