@@ -15,6 +15,7 @@ from gradveil.cli.compare import compare_command
 from gradveil.cli.data import data_app
 from gradveil.cli.diagnose import diagnose_command
 from gradveil.cli.generator import train_generator_command
+from gradveil.cli.ledger import ledger_command
 from gradveil.cli.lint import lint_command
 from gradveil.cli.lists import describe, list_components
 from gradveil.cli.options import with_options
@@ -42,6 +43,7 @@ app.command("train-generator")(
 )
 app.command("score")(score_command)
 app.command("compare")(compare_command)
+app.command("ledger")(ledger_command)
 app.command("recommend")(with_options(recommend_command, "gradveil.runs.recommend:RecommendSettings"))
 app.command("lint")(lint_command)
 app.command("report")(report_command)

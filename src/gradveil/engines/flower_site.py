@@ -32,10 +32,12 @@ import torch
 from torch import Tensor
 
 from gradveil.data import Dataset
+from gradveil.defences import Budget
 from gradveil.engines.devices import Devices, chunks
 from gradveil.engines.messages import finite, listed, read_arrays, read_config, whole
 from gradveil.engines.site import MOST_ROUNDS, Site, open_site
 from gradveil.engines.site_broadcasts import Heard, note
+from gradveil.engines.site_budget import require_affordable
 from gradveil.engines.site_codes import code_of, refused
 from gradveil.engines.site_ledger import digest, weights_digest
 from gradveil.engines.site_scores import as_given, require_allowed
@@ -91,6 +93,7 @@ def _answering(
 
 
 def _introduce(site: Site, content: RecordDict) -> RecordDict:
+    site.require_guarantee()
     marked = site.data.count("sensitive", None)
     return _facts({"number": site.number, "images": len(site.data.train), "sensitive": marked})
 
@@ -107,14 +110,13 @@ def _train(site: Site, content: RecordDict) -> RecordDict:
     if book.run(site.run).repeats(number, request) and site.answer_path.exists():
         return _stored(site.answer_path)
     site.require_state(devices, content)
-    begun = book.with_run(site.run, book.run(site.run).begin(number, request))
-    if begun.updates > site.policy.max_rounds:
-        raise refused("rounds", f"This site sends {site.policy.max_rounds} updates in all, which are used up.")
+    begun = site.begin(devices, number, request)
     site.book.write(begun)
     with _logged_alarms() as alarms:
         vector = devices.net.shared_vector(model)
         played = devices.train(site.number, Broadcast(vector, lr, number, public))
     _store(site.answer_path, played.update, len(alarms), played.reports if site.policy.reports else {})
+    site.note(number, "train", weights, begun.run(site.run).cost)
     site.book.write(begun.with_run(site.run, begun.run(site.run).answer(weights)))
     return _stored(site.answer_path)
 
@@ -235,6 +237,8 @@ def _one_score(site: Site, devices: Devices, request: ScoreRequest, after: int, 
             devices.inspect(site.number, after, vector)
     parts = (devices.score(request, start, after, vector) for start in chunks(site.data, request))
     score, spent = as_given(site.policy, ledger, request.images, sum(parts, Score()))
+    require_affordable(site.policy, spent)
+    site.note(after, f"score {request.images}", weights, Budget(spent.epsilon - ledger.epsilon, 0.0))
     site.book.write(spent.with_run(site.run, admitted.with_score(key, score)))
     return score
 

@@ -1,5 +1,6 @@
 """One site of a training: its images, its policy and its open ledger, as it sees a run that it agreed to."""
 
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,15 +16,18 @@ from gradveil.config import TrainSettings, make_train_settings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.federated import FederatedData, federate
 from gradveil.data.sensitive import mark_sensitive
-from gradveil.defences import Defence, build_defence, planned_defence
+from gradveil.defences import Budget, Defence, build_defence, planned_defence
 from gradveil.engines.devices import Devices, make_network
 from gradveil.engines.messages import listed, num_bytes, read_config, whole
 from gradveil.engines.run_folder import fingerprint, settings_hash
 from gradveil.engines.simulation import check_choices, deal, refuse_unmarked
+from gradveil.engines.site_budget import cost_of, require_affordable, spent
 from gradveil.engines.site_codes import refused
-from gradveil.engines.site_ledger import LedgerFile, open_ledger
+from gradveil.engines.site_history import GivenAnswer
+from gradveil.engines.site_ledger import Ledger, LedgerFile, open_ledger
 from gradveil.engines.site_policy import SitePolicy, agree, read_policy
 from gradveil.errors import ConfigError, MessageError
+from gradveil.federated.protocol import Protocol
 from gradveil.models import Normalisation
 from gradveil.models.base import has_room, model_uses_aux
 from gradveil.models.trunk import trunk_of
@@ -80,6 +84,56 @@ class Site:
             raise refused("trunk", "The frozen part of the server's model is not the one that this site has built.")
         return devices
 
+    def require_guarantee(self) -> None:
+        """Raise RefusedError if the site limits ε over all runs and this run has no guarantee or would cost too much.
+
+        If every client trains in every round, the whole run must be affordable; otherwise at least one more round.
+        """
+        if not self.policy.max_epsilon:
+            return
+        if not (self._defends and self.defence.overrides("budget")):
+            raise refused("epsilon", f"max-epsilon needs a defence with a guarantee, got {self.defence.spec!r}.")
+        book, settings = self.book.ledger, self.settings
+        record = book.run(self.run)
+        more = settings.rounds if settings.num_sampled == settings.clients else min(record.updates + 1, settings.rounds)
+        planned = self._cost(max(record.updates, more), 0)
+        if planned is not None:  # otherwise it depends on the network, which the first request to train describes
+            begun = replace(record, begun=max(record.begun, 1), cost=planned)
+            require_affordable(self.policy, book.with_run(self.run, begun))
+
+    def begin(self, devices: Devices, number: int, request: str) -> Ledger:
+        """Return the ledger after a request to train was accepted, with what the run has cost until after this round.
+
+        Raises:
+            RefusedError: the round is not a new one, or exceeds the site's updates or ε over all runs.
+        """
+        book = self.book.ledger
+        record = book.run(self.run).begin(number, request)
+        entries = sum(p.numel() for p in devices.net.module.parameters() if p.requires_grad)
+        begun = book.with_run(self.run, replace(record, cost=self._cost(record.updates, entries)))
+        if begun.updates > self.policy.max_rounds:
+            raise refused("rounds", f"This site sends {self.policy.max_rounds} updates in all, which are used up.")
+        require_affordable(self.policy, begun)
+        return begun
+
+    @property
+    def _defends(self) -> bool:
+        return not self.settings.defended or self.number in self.settings.defended
+
+    def _cost(self, updates: int, entries: int) -> Budget | None:
+        """Return what some updates of this run cost together, or None if nothing bounds it."""
+        how = Protocol.of(self.settings).local
+        return cost_of(self.defence, how, len(self.data.train), updates, entries) if self._defends else None
+
+    def note(self, number: int, work: str, weights: str, cost: Budget | None) -> None:
+        """Add an answer to the site's history, before it leaves."""
+        total = spent(self.book.ledger, self.policy.max_delta)
+        if work != "train" and cost is not None:
+            total += cost.epsilon
+        epsilon, delta, mu = (None, None, None) if cost is None else cost
+        bounded = total if math.isfinite(total) else None
+        self.book.note(GivenAnswer(self.run, number, work, weights, epsilon, delta, mu, bounded))
+
     def require_state(self, devices: Devices, content: RecordDict) -> None:
         """Raise if this client has lost its private state since the last round that it answered.
 
@@ -116,12 +170,13 @@ def open_site(context: Context, data: Callable[[Context], Dataset] | None) -> It
     with open_ledger(Path(policy.private_folder) / f"ledger-{number}.json") as book:
         own = _site_data(context, policy, settings, defence, data)
         _refuse_other_data(folder / str(number) / "images-hash", fingerprint(own, []))
-        if not settings.defended or number in settings.defended:
-            _check_protection(policy, defence, own, aux_asked=bool(asked.aux))
         if asked.aux and not own.public and model_uses_aux(settings.model):
             raise refused("aux", f"Model {settings.model!r} is made of {asked.aux!r}; name it in this site's files.")
         seed = None if policy.repeatable else secrets.randbits(256)
-        yield Site(policy, settings, defence, own, run, folder, book, seed)
+        site = Site(policy, settings, defence, own, run, folder, book, seed)
+        if site._defends:
+            _check_protection(policy, defence, own, aux_asked=bool(asked.aux))
+        yield site
 
 
 def _check_protection(policy: SitePolicy, defence: Defence, own: FederatedData, *, aux_asked: bool) -> None:

@@ -28,6 +28,7 @@ CODES: Mapping[str, tuple[type[GradveilError], str]] = {
     "defence": (ConfigError, "The run's defence must be the one that the site agreed to, letter by letter."),
     "diverged": (DivergedError, "Its training diverged. Lower the run's lr."),
     "epochs": (ConfigError, "The run has more local epochs than it allows."),
+    "epsilon": (RefusedError, "The run would cost more privacy than its limit over all runs, or has no guarantee."),
     "file": (ConfigError, "The run names a file that it did not agree to."),
     "images": (RunFolderError, "Its images are not those that its training began with."),
     "internal": (WorkerError, "It failed unexpectedly."),

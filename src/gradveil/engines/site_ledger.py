@@ -2,7 +2,8 @@
 
 The ledger is one file per client, mode 0600, replaced atomically before an answer leaves the site, so that neither a
 restart nor a second message at the same time makes the site answer twice. It ends with a digest of its content: a
-damaged ledger is an error, and no question is answered. Whoever deletes it lets the site begin anew.
+damaged ledger is an error, and no question is answered. Whoever deletes it lets the site begin anew. Beside it lies the
+history of all answers (`gradveil.engines.site_history`), which must fit it.
 """
 
 import hashlib
@@ -15,7 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gradveil.defences import Budget
 from gradveil.engines.site_codes import refused
+from gradveil.engines.site_history import GivenAnswer, append, digest_of_line, line_of, now, read_history, require_fit
 from gradveil.errors import RunFolderError
 from gradveil.federated.client import Score
 from gradveil.limits import parse_json
@@ -41,6 +44,8 @@ class RunRecord:
         received: digests of the weights of all rounds that it answered.
         result: digest of the model with which the last round ended, once the server asked to score it.
         scores: the scores that it gave, by weights and kind of images, so that a repeated question is answered alike.
+        updates: number of rounds that it began to answer.
+        cost: privacy that these updates cost together, or None if nothing bounds it.
     """
 
     begun: int = 0
@@ -49,9 +54,11 @@ class RunRecord:
     received: tuple[str, ...] = ()
     result: str = ""
     scores: Mapping[str, Score] = field(default_factory=dict)
+    updates: int = 0
+    cost: Budget | None = None
 
     def begin(self, number: int, request: str) -> "RunRecord":
-        """Return the record after a request to train was accepted.
+        """Return the record after a request to train was accepted; what it costs is not in it yet.
 
         Rounds increase strictly. A round that began but was not answered, e.g. because the site was killed, may be
         asked for again with the very same request.
@@ -59,7 +66,7 @@ class RunRecord:
         again = number == self.begun and request == self.request
         if number <= self.begun and not again:
             raise refused("round", f"Rounds must increase, got round {number} after round {self.begun}.")
-        return replace(self, begun=number, request=request)
+        return replace(self, begun=number, request=request, updates=self.updates + (not again))
 
     def answer(self, weights: str) -> "RunRecord":
         """Return the record after the round that began was answered; only now may its weights be scored."""
@@ -93,11 +100,15 @@ class Ledger:
         updates: number of rounds that it began to answer, in all runs together.
         epsilon: what its scores of training images cost, in all runs together.
         runs: one record per run, by the hash of the run's settings.
+        answers: number of lines of its history.
+        last: digest of the last line.
     """
 
     updates: int = 0
     epsilon: float = 0.0
     runs: Mapping[str, RunRecord] = field(default_factory=dict)
+    answers: int = 0
+    last: str = ""
 
     def run(self, name: str) -> RunRecord:
         """Return the record of a run, empty if it is new."""
@@ -116,15 +127,45 @@ class Ledger:
 
 
 class LedgerFile:
-    """The file of a ledger, locked while it is open; see `open_ledger`."""
+    """The file of a ledger and that of its history, locked while they are open; see `open_ledger`."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.ledger = path, _read(path)
+        self.path, self.history_path = path, history_of(path)
+        self.ledger = _with_history(_read(path), self.history_path)
 
     def write(self, ledger: Ledger) -> None:
         """Replace the file; only when this returns may an answer leave the site."""
+        ledger = replace(ledger, answers=self.ledger.answers, last=self.ledger.last)
         write_atomic(self.path, _with_digest(asdict(ledger)), mode=0o600)
         self.ledger = ledger
+
+    def note(self, answer: GivenAnswer) -> None:
+        """Add an answer to the history, before the ledger is written and the answer leaves."""
+        line = line_of(replace(answer, time=now(), before=self.ledger.last))
+        append(self.history_path, line)
+        self.ledger = replace(self.ledger, answers=self.ledger.answers + 1, last=digest_of_line(line))
+
+
+def history_of(path: Path) -> Path:
+    """Return where the history of a ledger is: ``history-0.jsonl`` beside ``ledger-0.json``."""
+    return path.with_name(path.name.replace("ledger", "history", 1)).with_suffix(".jsonl")
+
+
+def _with_history(ledger: Ledger, path: Path) -> Ledger:
+    """Return a ledger that knows all lines of its history. Raise RunFolderError if the two do not fit.
+
+    A line that the ledger does not know yet must be of a round that it knows to have begun.
+    """
+    require_fit(path, ledger.answers, ledger.last)
+    lines = read_history(path)
+    for answer in lines[ledger.answers :]:
+        if answer.work == "train" and ledger.run(answer.run).begun != answer.round:
+            raise RunFolderError(
+                f"{path} has an answer to round {answer.round}, of which the site's ledger does not know. Restore both "
+                "files from one copy, the latest; the site answers nothing until they fit."
+            )
+    last = digest_of_line(line_of(lines[-1])) if lines else ""
+    return replace(ledger, answers=len(lines), last=last)
 
 
 @contextmanager
@@ -156,7 +197,8 @@ def _read(path: Path) -> Ledger:
         if raw != _with_digest(values):
             raise ValueError("its content does not fit its digest")
         runs = {name: _record(record) for name, record in values["runs"].items()}
-        return Ledger(int(values["updates"]), float(values["epsilon"]), runs)
+        known = int(values.get("answers", 0)), str(values.get("last", ""))  # a ledger of gradveil 0.1 has neither
+        return Ledger(int(values["updates"]), float(values["epsilon"]), runs, *known)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RunFolderError(
             f"{path} must be the ledger of this site, got a damaged file ({type(error).__name__}). Restore it from a "
@@ -172,7 +214,8 @@ def _with_digest(values: Mapping[str, Any]) -> bytes:
 
 def _record(values: dict[str, Any]) -> RunRecord:
     scores = {key: Score(*map(_from_list, score.values())) for key, score in values["scores"].items()}
-    return RunRecord(**{**values, "received": tuple(values["received"]), "scores": scores})
+    cost = Budget(*values["cost"]) if values.get("cost") else None
+    return RunRecord(**{**values, "received": tuple(values["received"]), "scores": scores, "cost": cost})
 
 
 def _from_list(value: Any) -> Any:  # noqa: ANN401 - a field of a Score

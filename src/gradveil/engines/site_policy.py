@@ -14,7 +14,7 @@ from gradveil.config import TrainSettings, read_settings
 from gradveil.engines.site_codes import refused
 from gradveil.errors import ConfigError
 from gradveil.own import own_files
-from gradveil.registry import convert
+from gradveil.registry import convert, split_specs
 from gradveil.validate import in_range, one_of
 
 MOST_CLIENTS = 10_000_000
@@ -37,8 +37,9 @@ class SitePolicy:
         data_root: folder of the named data sets.
         sensitive: which of its images are marked, in the form of ``--sensitive``; ``none`` says that none is. The
             run's own setting is ignored.
-        defence: the only defence that it trains under, as the same text; ``any`` is every defence of the package.
-        model: the only network that it trains, as the same text; ``any`` is every model of the package.
+        defence: the defences that it trains under, as the same texts, separated by commas; ``any`` is every defence of
+            the package.
+        model: the networks that it trains, in the same way; ``any`` is every model of the package.
         files: files that a run may name as data set, public images or starting weights, separated by commas. Other
             paths of a run are ignored (``aux``, ``weights``) or refused.
         tripwire: off, warn or refuse; a run can only be stricter.
@@ -55,6 +56,9 @@ class SitePolicy:
         max_rounds: number of updates that the site sends in all its runs together.
         training_scores: ε of each score of its training images, which is then given with noise; 0 gives none.
         training_budget: the sum of ε over all such scores, after which no more are given.
+        max_epsilon: ε of all its answers in all its runs together; 0 is no limit. With a limit, only defences with a
+            guarantee of differential privacy are accepted.
+        max_delta: the δ at which this ε is computed.
     """
 
     partition_id: int = -1
@@ -77,6 +81,8 @@ class SitePolicy:
     max_rounds: int = 1000
     training_scores: float = 0.0
     training_budget: float = 1.0
+    max_epsilon: float = 0.0
+    max_delta: float = 1e-4
 
     def __post_init__(self) -> None:
         one_of("tripwire", self.tripwire, _STRICTNESS)
@@ -89,6 +95,8 @@ class SitePolicy:
         if self.training_scores:
             in_range("training_scores", self.training_scores, 0.001, 10)
         in_range("training_budget", self.training_budget, 0)
+        in_range("max_epsilon", self.max_epsilon, 0)
+        in_range("max_delta", self.max_delta, 0, 1, open_low=True, open_high=True)
 
     @property
     def allowed_files(self) -> frozenset[str]:
@@ -109,13 +117,29 @@ def read_policy(node_config: Mapping[str, object]) -> SitePolicy:
     try:
         path = node_config.get("policy")
         in_file = read_settings(Path(str(path))) if path else {}
-        written = {key.replace("-", "_"): value for key, value in in_file.items()}
+        written = {key.replace("-", "_"): _joined(value) for key, value in in_file.items()}
         twice = sorted(written.keys() & given.keys())
         if twice:
             raise ConfigError(f"A policy must state each key once, got {', '.join(twice)} in file and node config.")
         return SitePolicy(**convert(SitePolicy, written | given, owner="a site's policy"))
     except ConfigError as error:
         raise refused("policy", str(error)) from error
+
+
+def _joined(value: object) -> object:
+    """Return a list of texts as one text, separated by commas; every other value as it is."""
+    texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return ",".join(value) if isinstance(value, list) and texts else value
+
+
+def accepts(agreed: str, text: str) -> bool:
+    """Return whether a site that agreed to some texts, separated by commas, accepts a run's text.
+
+    Example:
+        >>> [accepts("veil:mu=2,at=sum, prune", text) for text in ("veil:mu=2,at=sum", "prune", "veil", "none")]
+        [True, True, False, False]
+    """
+    return bool({ANY, text.strip()} & {agreed.strip(), *split_specs(agreed)})
 
 
 def agree(policy: SitePolicy, settings: TrainSettings, *, own_data: bool = False) -> TrainSettings:
@@ -149,12 +173,12 @@ def _agree_on_texts(policy: SitePolicy, settings: TrainSettings) -> None:
     left_out = bool(settings.defended) and policy.partition_id not in settings.defended
     asked = "none" if left_out else settings.defence
     for what, agreed, text in (("defence", policy.defence, asked), ("model", policy.model, settings.model)):
-        if agreed.strip() not in (ANY, text.strip()):
+        if not accepts(agreed, text):
             raise refused(what, f"The run's {what} must be {agreed!r}, to which this site agreed, got {text!r}.")
-    agreed_texts = {policy.defence, policy.model} - {ANY}
+    agreed_texts = {policy.defence, policy.model, *split_specs(policy.defence), *split_specs(policy.model)} - {ANY}
     for key in ("defence", "model", "partition"):
         text = getattr(settings, key)
-        if text not in agreed_texts and (".py" in text or own_files(text) or _WEIGHTS.search(text)):
+        if text.strip() not in agreed_texts and (".py" in text or own_files(text) or _WEIGHTS.search(text)):
             raise refused("file", f"A run must not name a file that this site did not agree to, got {key} = {text!r}.")
 
 
