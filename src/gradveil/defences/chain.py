@@ -74,6 +74,12 @@ def required(defence: Defence, kind: type[D]) -> D:
     return found
 
 
+def plans(defence: Defence, method: str) -> bool:
+    """Return whether a defence, or a member of a chain, has its own ``planned`` or ``training``."""
+    members = defence.defences if isinstance(defence, Chain) else (defence,)
+    return any(getattr(type(member), method) is not getattr(Defence, method) for member in members)
+
+
 @dataclass(frozen=True)
 class Chain(Defence):
     r"""Apply several defences one after the other, written ``first:key=value+second``.

@@ -1,0 +1,289 @@
+"""A Flower client mod that protects the updates of an app that somebody else wrote.
+
+The mod reads the weights that the server sent, lets the app train, and takes the difference to what the app replies:
+the update. The defence's ``on_update`` replaces it, and the reply gets the received weights plus the protected update.
+If anything fails, the reply is an error without weights; the error's text stays in the site's log.
+
+A mod sees nothing but messages. A defence that works on gradients, batches, images or the network can't run here, and
+is refused when the mod is made; `gradveil.flower.train` plays those.
+"""
+
+import logging
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gradveil.defences import Defence, build_defence
+from gradveil.defences.base import HOOKS
+from gradveil.defences.chain import plans
+from gradveil.defences.parts.reports import Reports
+from gradveil.engines.messages import read_arrays
+from gradveil.engines.site_codes import code_of
+from gradveil.errors import ConfigError, DefenceError, DivergedError, MessageError
+from gradveil.federated.answers import check_kind
+from gradveil.federated.client import Device
+from gradveil.secret_stream import SecretStream
+from gradveil.storage import PrivateFolder
+from gradveil.types import Tensors, Update
+from gradveil.validate import one_of
+
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict  # isort: skip - as in messages
+from flwr.clientapp.typing import ClientAppCallable  # isort: skip
+
+LOG = logging.getLogger("gradveil")
+STATISTICS = ("running_mean", "running_var")
+"""Last parts of the names of BatchNorm's running statistics in a state dict."""
+MOST_METRICS = 1000
+"""Largest number of numbers in the metrics of a reply: more could be a model."""
+_MOST_ENTRIES = 2**40
+_LATER = 2**62
+"""A round after all others: the newest state is wanted."""
+_ANSWERED = "gradveil.answered"
+_CODE = 6
+"""Flower's code for a mod that can't do its work (ErrorCode.MOD_FAILED_PRECONDITION)."""
+
+
+def protect(
+    defence: str | Defence,
+    *,
+    statistics: str = "refuse",
+    record: str = "",
+    allow: Iterable[str] = (),
+    folder: str | Path | None = None,
+) -> "ProtectMod":
+    """Return a Flower mod that protects what a client's train function replies.
+
+    Example::
+
+        app = ClientApp(mods=[gradveil.flower.protect("gaussian:std=0.01")])
+
+    Place it first in the list, so that it sees the reply last. Only ``train`` messages are changed; replies to
+    ``evaluate`` and ``query`` pass as they are.
+
+    Args:
+        defence: a defence that works on updates alone: clip, gaussian, laplace, prune, quantise, your own, or a chain.
+        statistics: what happens to running statistics of BatchNorm, which no defence here covers: ``refuse`` sends
+            nothing if training changed them, ``received`` sends back those of the server, ``send`` sends the new ones
+            unprotected. They are recognised by their names in a state dict.
+        record: name of the model's ArrayRecord in the server's message, if it has several.
+        allow: names of further ArrayRecords and ConfigRecords of the reply that may leave unprotected.
+        folder: private folder for defences that keep state, unless the node config names ``private-folder``.
+
+    Raises:
+        ConfigError: the defence needs more than updates, or protects no updates at all.
+    """
+    chosen = build_defence(defence) if isinstance(defence, str) else defence
+    _check_hooks(chosen)
+    one_of("statistics", statistics, ["refuse", "received", "send"])
+    return ProtectMod(chosen, statistics, record, frozenset(allow), None if folder is None else Path(folder))
+
+
+def _check_hooks(defence: Defence) -> None:
+    """Raise ConfigError unless the defence works on updates and on nothing else."""
+    others = [hook for hook in HOOKS if hook != "on_update" and defence.overrides(hook)]
+    others += [name for name in ("planned", "training") if plans(defence, name)]
+    if others:
+        raise ConfigError(
+            f"protect() takes defences that work on updates alone, got {defence.spec!r}, which also needs "
+            f"{', '.join(others)}: a mod would send updates without that protection. Train with "
+            f"gradveil.flower.train(model, loader, {defence.spec!r}, ...) inside your train function; if the server "
+            "takes part in the defence, use gradveil's own app (docs/flower.md)."
+        )
+    if not defence.overrides("on_update"):
+        raise ConfigError(
+            f"protect() takes a defence that changes updates, got {defence.spec!r}, which would send them as they are. "
+            "Choose one (such as gaussian:std=0.01), or leave the mod out."
+        )
+
+
+@dataclass(frozen=True)
+class ProtectMod:
+    """The mod that `protect` returns; its attributes are the arguments of that function."""
+
+    defence: Defence
+    statistics: str = "refuse"
+    record: str = ""
+    allow: frozenset[str] = frozenset()
+    folder: Path | None = None
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """Answer a message; a train reply leaves protected, or as an error without weights."""
+        if message.metadata.message_type.partition(".")[0] != "train":
+            return call_next(message, context)
+        try:
+            received = read_arrays(message.content, self._model_name(message.content), None, _MOST_ENTRIES)
+            told = _told_round(message.content)
+            reply = call_next(message, context)
+            if reply.has_error():
+                return reply
+            self._replace(reply.content, received, context, told)
+        except Exception as error:  # its text may hold private values, and Flower would send it
+            LOG.exception("The site sent nothing.")
+            reason = f"gradveil.flower.protect sent nothing (code {code_of(error)!r}). The site's log says why."
+            return Message(Error(_CODE, reason), reply_to=message)
+        return reply
+
+    def _model_name(self, content: RecordDict) -> str:
+        """Return the name of the record with the model that the server sent."""
+        names = list(content.array_records)
+        if self.record:
+            return self.record
+        if len(names) != 1:
+            raise MessageError(
+                f"A train message must hold one ArrayRecord, got {len(names)}. Name the model's: protect(record=...)."
+            )
+        return names[0]
+
+    def _replace(self, content: RecordDict, received: Tensors, context: Context, told: int) -> None:
+        """Replace the trained weights in a reply by protected ones."""
+        name = self._only_model(content)
+        trained = read_arrays(content, name, None, _MOST_ENTRIES)
+        for key, tensor in trained.items():
+            if key not in received:
+                raise DefenceError(f"A reply must have names of the received model, got {key!r}. Send its state_dict.")
+            check_kind(key, tuple(tensor.shape), tensor.dtype, received[key])
+        start = {key: received[key] for key in trained}
+        counted = _examples(content)
+        update = self._protected(self._update(start, trained, counted), start, context, told)
+        change = {**update.tensors, **update.buffers}
+        content[name] = ArrayRecord({
+            key: start[key] + change[key] if key in change else tensor for key, tensor in trained.items()
+        })  # fmt: skip
+        if update.num_examples != counted:
+            for metrics in content.metric_records.values():
+                if "num-examples" in metrics:
+                    metrics["num-examples"] = update.num_examples
+
+    def _only_model(self, content: RecordDict) -> str:
+        """Return the name of the only record of the reply that must be protected. Raise if others would leave."""
+        arrays = [name for name in content.array_records if name not in self.allow]
+        configs = [name for name in content.config_records if name not in self.allow]
+        if len(arrays) != 1 or configs:
+            found = ", ".join(map(repr, arrays + configs)) or "none"
+            raise DefenceError(
+                "A train reply must hold one ArrayRecord, the model, beside its metrics, as nothing else is protected, "
+                f"got {found}. Take others out, or let them leave unprotected: protect(allow=[NAME])."
+            )
+        numbers = sum(_count(value) for record in content.metric_records.values() for value in record.values())
+        if numbers > MOST_METRICS:
+            raise DefenceError(f"The metrics must hold at most {MOST_METRICS} numbers, got {numbers}. Send fewer.")
+        return arrays[0]
+
+    def _update(self, start: Tensors, trained: Tensors, counted: int) -> Update:
+        """Return the change of the weights, with that of running statistics as buffers; integers are left out."""
+        change = {key: t - start[key] for key, t in trained.items() if t.is_floating_point()}
+        moved = {key: change.pop(key) for key in list(change) if key.rpartition(".")[2] in STATISTICS}
+        if self.statistics == "refuse" and any(bool(tensor.ne(0).any()) for tensor in moved.values()):
+            raise DefenceError(
+                "Running statistics of BatchNorm must stay as received, as the defence does not protect them, got "
+                "other ones. Choose protect(statistics='received'), which sends back the server's, or 'send'."
+            )
+        if self.statistics != "send":
+            moved = {key: torch.zeros_like(tensor) for key, tensor in moved.items()}
+        return Update(change, counted, moved)
+
+    def _protected(self, update: Update, start: Tensors, context: Context, told: int) -> Update:
+        """Return the update after the defence, whose state is read from the private folder and saved there."""
+        number = context.node_config.get("partition-id")
+        number = number if isinstance(number, int) else None
+        folder = self._private_folder(context, number)
+        saved = None if folder is None else folder.load_state(_LATER)
+        state = dict(saved or {})
+        round_number = told if folder is None else int(state.pop(_ANSWERED, torch.tensor(0))) + 1
+        absent: list[Any] = [_Absent(what, self.defence) for what in ("data", "model")]
+        device = Device(absent[0], number or 0, state=state, folder=folder)
+        client = device.client(absent[1], SecretStream(secrets.randbits(256), "protect"))
+        client = replace(client, round=round_number, start=start, reports=Reports(self.defence.reports))
+        protected = self.defence.on_update(_copied(update), client)
+        _check_form(self.defence, protected, update)
+        if folder is not None:
+            folder.save_state(round_number, {**state, _ANSWERED: torch.tensor(round_number)})
+        elif state:
+            raise ConfigError(
+                f"Defence {self.defence.spec!r} keeps private state, got no folder for it. Name one in the node "
+                "config: --node-config \"private-folder='/srv/gradveil' partition-id=0\"."
+            )
+        return protected
+
+    def _private_folder(self, context: Context, number: int | None) -> PrivateFolder | None:
+        """Return the folder of this run and client, or None if the site has named none."""
+        if not (context.node_config.get("private-folder") or self.folder):
+            return None
+        owner = f"mod-node-{context.node_id}" if number is None else f"mod-{number}"
+        return PrivateFolder(private_folder(context, self.folder) / owner / "private")
+
+
+def private_folder(context: Context, otherwise: str | Path | None = None) -> Path:
+    """Return the private folder of a run at this site: below ``private-folder`` of its node config, or ``otherwise``.
+
+    Raises:
+        ConfigError: neither is given.
+    """
+    named = context.node_config.get("private-folder") or otherwise
+    if not named:
+        raise ConfigError(
+            "A site must name a folder for its private files, got none. Add it to the node config: "
+            "--node-config \"private-folder='/srv/gradveil' partition-id=0\"."
+        )
+    return Path(str(named)).expanduser() / f"run-{context.run_id}"
+
+
+def _check_form(defence: Defence, protected: Update, update: Update) -> None:
+    """Raise unless the defence returned finite tensors with the names, shapes and types of the update."""
+    for found, wanted in ((protected.tensors, update.tensors), (protected.buffers, update.buffers)):
+        if {key: (t.shape, t.dtype) for key, t in found.items()} != {k: (t.shape, t.dtype) for k, t in wanted.items()}:
+            raise DefenceError(
+                f"Defence {defence.spec!r} must keep the names, shapes and types of an update in a mod, got others. "
+                "Use gradveil's own app, whose server can undo that (docs/flower.md)."
+            )
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in found.values()):
+            raise DivergedError("The protected update must be finite, got NaN or infinity. Lower the learning rate.")
+
+
+def _copied(update: Update) -> Update:
+    return replace(update, tensors={key: tensor.clone() for key, tensor in update.tensors.items()})
+
+
+def _told_round(content: RecordDict) -> int:
+    """Return the round that the server states, or 1."""
+    told = [record.get("server-round") for record in content.config_records.values()]
+    return next((value for value in told if isinstance(value, int) and value >= 1), 1)
+
+
+def _examples(content: RecordDict) -> int:
+    """Return the number of images that the reply states, or 0."""
+    stated = [_metric(record, "num-examples") for record in content.metric_records.values()]
+    return next((int(value) for value in stated if value is not None and math.isfinite(value)), 0)
+
+
+def _metric(record: MetricRecord, key: str) -> float | None:
+    value = record.get(key)
+    return value if isinstance(value, (int, float)) else None
+
+
+def _count(value: object) -> int:
+    return len(value) if isinstance(value, list) else 1
+
+
+class _Absent:
+    """Stands for a part of the client that a mod does not have; a defence that reads it sends nothing."""
+
+    def __init__(self, what: str, defence: Defence) -> None:
+        self._what, self._spec = what, defence.spec
+
+    def _refuse(self, *_: object, **__: Mapping[str, Any]) -> NoReturn:
+        raise DefenceError(
+            f"Defence {self._spec!r} reads the client's {self._what}, which a mod does not have. Train with "
+            "gradveil.flower.train inside your train function."
+        )
+
+    def __getattr__(self, name: str) -> Tensor:
+        self._refuse()
+
+    __len__ = __iter__ = __getitem__ = __call__ = _refuse
