@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,27 +70,28 @@ def client_app(data: Callable[[Context], Dataset] | None = None) -> ClientApp:
             split. By default the policy names them.
     """
     app = ClientApp()
-    for register, work in ((app.query, _introduce), (app.train, _train), (app.evaluate, _score)):
-        register()(_answering(work, data))
+    for kind, register in (("query", app.query), ("train", app.train), ("evaluate", app.evaluate)):
+        register()(partial(_reply, kind, data))
     return app
 
 
-def _answering(
-    work: Callable[[Site, RecordDict], RecordDict], data: Callable[[Context], Dataset] | None
-) -> Callable[[Message, Context], Message]:
-    """Return the function that Flower calls. It answers errors with their code; the text stays in the site's log."""
+def _reply(kind: str, data: Callable[[Context], Dataset] | None, message: Message, context: Context) -> Message:
+    return Message(answered(kind, message.content, context, data), reply_to=message)
 
-    def answer(message: Message, context: Context) -> Message:
-        try:
-            with single_thread(), open_site(context, data) as site:
-                return Message(work(site, message.content), reply_to=message)
-        except Exception as error:  # its text may hold private values
-            LOG.exception("The site sent nothing.")
-            number = context.node_config.get("partition-id")
-            failure = ConfigRecord({"code": code_of(error), "number": number if isinstance(number, int) else -1})
-            return Message(RecordDict({"error": failure}), reply_to=message)
 
-    return answer
+def answered(
+    kind: str, content: RecordDict, context: Context, data: Callable[[Context], Dataset] | None = None
+) -> RecordDict:
+    """Return a site's answer to a message. An error is answered with its code; the text stays in the site's log."""
+    work = {"query": _introduce, "train": _train, "evaluate": _score}[kind]
+    try:
+        with single_thread(), open_site(context, data) as site:
+            return work(site, content)
+    except Exception as error:  # its text may hold private values
+        LOG.exception("The site sent nothing.")
+        number = context.node_config.get("partition-id")
+        failure = ConfigRecord({"code": code_of(error), "number": number if isinstance(number, int) else -1})
+        return RecordDict({"error": failure})
 
 
 def _introduce(site: Site, content: RecordDict) -> RecordDict:

@@ -59,6 +59,7 @@ class SitePolicy:
         max_epsilon: ε of all its answers in all its runs together; 0 is no limit. With a limit, only defences with a
             guarantee of differential privacy are accepted.
         max_delta: the δ at which this ε is computed.
+        warm_minutes: idle minutes after which the site's worker ends, see `gradveil.engines.warm_site`; 0 has none.
     """
 
     partition_id: int = -1
@@ -83,6 +84,7 @@ class SitePolicy:
     training_budget: float = 1.0
     max_epsilon: float = 0.0
     max_delta: float = 1e-4
+    warm_minutes: float = 10.0
 
     def __post_init__(self) -> None:
         one_of("tripwire", self.tripwire, _STRICTNESS)
@@ -96,6 +98,7 @@ class SitePolicy:
             in_range("training_scores", self.training_scores, 0.001, 10)
         in_range("training_budget", self.training_budget, 0)
         in_range("max_epsilon", self.max_epsilon, 0)
+        in_range("warm_minutes", self.warm_minutes, 0)
         in_range("max_delta", self.max_delta, 0, 1, open_low=True, open_high=True)
 
     @property
