@@ -1,5 +1,6 @@
 """``gradveil`` and ``python -m gradveil``: the command line, which Ctrl-C ends without a traceback at any time."""
 
+from gradveil.heap import keep_freed_memory
 from gradveil.interrupts import ending_with, stop_on_ctrl_c, work_is_over
 
 
@@ -8,6 +9,7 @@ def main() -> None:
     try:
         with ending_with(lambda: "Nothing was started."):
             stop_on_ctrl_c()
+            keep_freed_memory()
             from gradveil.cli import main as run
 
             run()

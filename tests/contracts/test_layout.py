@@ -8,7 +8,7 @@ import pytest
 import gradveil
 
 FOUNDATION = {
-    "catalogue", "config", "errors", "interrupts", "limits", "own", "progress", "randomness", "registry", "rows",
+    "catalogue", "config", "errors", "heap", "interrupts", "limits", "own", "progress", "randomness", "registry", "rows",
     "scratch", "seal", "secret_stream", "source", "storage", "types", "validate",
 }  # fmt: skip
 """Files beside the folders: what everything stands on. They import each other and nothing else."""

@@ -24,6 +24,7 @@ from gradveil.audits.plan import Cell, Rows
 from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.pixels import to_unit
+from gradveil.heap import keep_freed_memory
 from gradveil.interrupts import not_for_children
 from gradveil.progress import listening, tell
 from gradveil.report.pictures import lines_png
@@ -178,6 +179,7 @@ class _Worker:
 def _serve(connection: Connection, task: _Task) -> None:
     """Run cells in the worker process until the parent ends, even if it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    keep_freed_memory()
 
     def watch() -> None:
         while os.getppid() == task.parent:

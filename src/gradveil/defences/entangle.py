@@ -15,7 +15,8 @@ from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.prune import surviving
 from gradveil.defences.soteria import feature_scores
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.networks.grads import jacobian_row_norms, layer_inputs
+from gradveil.networks.grads import layer_inputs
+from gradveil.networks.jacobians import jacobian_row_norms
 from gradveil.secret_stream import SecretStream
 from gradveil.types import Tensors, Update
 from gradveil.validate import in_range, one_of

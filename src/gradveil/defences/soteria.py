@@ -15,7 +15,8 @@ from gradveil.defences.base import Client, Defence
 from gradveil.defences.countermove import Arrived, Countermove
 from gradveil.defences.parts.certificate import certificate
 from gradveil.errors import ConfigError, DefenceError
-from gradveil.networks.grads import jacobian_row_norms, layer_inputs
+from gradveil.networks.grads import layer_inputs
+from gradveil.networks.jacobians import jacobian_row_norms
 from gradveil.networks.layers import few_channels
 from gradveil.networks.watch import LayerCall, watch
 from gradveil.randomness import global_stream

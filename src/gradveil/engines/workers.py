@@ -5,7 +5,6 @@ A worker rebuilds everything from plain text and mapped arrays: only numbers and
 in the order of the clients, whichever worker finishes first, so the bits do not depend on the number of workers.
 """
 
-import ctypes
 import multiprocessing
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from gradveil.engines.tripwire import TripwireWarning, announce, hearing
 from gradveil.federated.client import Broadcast, Score
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.server import ScoreRequest, Sent
+from gradveil.heap import keep_freed_memory
 from gradveil.interrupts import not_for_children
 from gradveil.models.base import Normalisation
 from gradveil.storage import to_safetensors
@@ -225,7 +225,7 @@ class Workers:
 
 def _work(blueprint: Blueprint, shared: SharedFile, pipe: Connection) -> None:
     """Body of a worker process: serve tasks until the pipe closes."""
-    _keep_freed_memory()
+    keep_freed_memory()
     torch.set_num_threads(1)
     sys.stdout = sys.stderr  # output of a user's model is not a result
     warnings.simplefilter("ignore", TripwireWarning)  # the parent warns
@@ -277,16 +277,6 @@ def _build_devices(blueprint: Blueprint, data: FederatedData) -> Devices:
         lambda: make_network(settings, blueprint.shape, blueprint.num_classes, blueprint.normalisation, data.aux),
         blueprint.clients_folder,
     )
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc allocate tensors from its heap and keep freed memory; do nothing with another C library."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return
-    for parameter, value in ((-3, 1 << 30), (-1, (1 << 31) - 1), (-2, 1 << 28)):  # mmap, trim threshold; top pad
-        mallopt(parameter, value)
 
 
 def _read_score(result: object, row: int) -> Score:

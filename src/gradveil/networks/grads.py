@@ -2,8 +2,10 @@
 
 All examples share the weights, so one batched forward and one batched backward suffice: the layers' inputs and the
 gradients of their outputs are captured, and each layer's weight gradient is a small product of the two
-(Goodfellow 2015, https://arxiv.org/abs/1510.01799; convolutions by patches, as Opacus does). With
-``create_graph=True`` the result can be differentiated once more, which gradient matching needs.
+(Goodfellow 2015, https://arxiv.org/abs/1510.01799; convolutions by patches, as Opacus does, or by
+`gradveil.networks.group_convolution`). With ``create_graph=True`` the result can be differentiated once more, which
+gradient matching needs. A single group, and large batches of large networks, are left to plain autograd, group by
+group: nothing beats it there.
 
 Layers with a rule of their own: Linear, Conv2d, BatchNorm (evaluation mode, or `BatchNormOfGroups`), GroupNorm,
 LayerNorm. Any other layer uses `torch.func.vmap` over its own backward. So does the whole network if some parameters
@@ -12,7 +14,7 @@ layer). This is checked once per network.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -24,9 +26,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.errors import ConfigError
 from gradveil.networks.grouped import BatchNormOfGroups
-from gradveil.networks.layers import layer_gradient, own_parameters, small_convolutions
+from gradveil.networks.layers import grouped, layer_gradient, own_parameters, small_convolutions
 from gradveil.networks.watch import LayerCall, watch
-from gradveil.secret_stream import SecretStream
+from gradveil.networks.work import work_per_example
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Takes outputs (N, classes) and labels; returns one loss per example, (N,)."""
@@ -90,6 +92,12 @@ def _gradients(
         met.append(outputs)
         return loss(outputs, labels)
 
+    if len(images) == group_size:
+        return _of_one_group(network, images, labels, met_loss, create_graph, wanted), met[-1]
+    if _loop_pays(network, images, group_size):
+        pieces = zip(torch.split(images, group_size), torch.split(labels, group_size), strict=True)
+        each = [_of_one_group(network, *piece, met_loss, create_graph, wanted) for piece in pieces]
+        return {name: torch.cat([one[name] for one in each]) for name in wanted}, torch.cat(met)
     if _by_layers_holds.get(network, True):
         gradients = _by_layers(network, images, labels, group_size, met_loss, create_graph, wanted)
     if gradients is not None and network not in _by_layers_holds and get_proxy_mode() is None:
@@ -98,6 +106,36 @@ def _gradients(
     if gradients is None:
         return _by_vmap(network, images, labels, group_size, loss, wanted), None
     return gradients, met[-1]
+
+
+def _of_one_group(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    loss: Loss,
+    create_graph: bool,
+    wanted: dict[str, nn.Parameter],
+) -> dict[str, Tensor]:
+    """Compute the gradient of a single group by plain autograd, which nothing beats then."""
+    with torch.enable_grad():
+        value = loss(network(images), labels).mean()
+        found = torch.autograd.grad(value, list(wanted.values()), create_graph=create_graph, allow_unused=True)
+    pairs = zip(wanted.items(), found, strict=True)
+    return {name: (torch.zeros_like(p) if gradient is None else gradient)[None] for (name, p), gradient in pairs}
+
+
+def _loop_pays(network: nn.Module, images: Tensor, group_size: int) -> bool:
+    """Return whether groups are played one by one; not if somebody watches the layers of a pass over all of them."""
+    parts = list(network.modules())
+    watched = network._forward_hooks or any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:])
+    if group_size == 1 or watched or get_proxy_mode() is not None:
+        return False
+    return work_per_example(network, images) * group_size >= _LOOPED
+
+
+_LOOPED = 100_000_000
+"""Multiplications of a group from which groups are played one by one: a larger pass saves no calls then, and what it
+keeps in memory no longer fits the cache. Measured by benchmarks/never_slower.py on a CPU."""
 
 
 _by_layers_holds: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()
@@ -141,18 +179,22 @@ def _by_layers(
     if any(own_parameters(layer) and list(layer.children()) for layer in layers.values()):
         return None
     calls, downstream = _run(
-        network, layers, lambda outputs: loss(outputs, labels).sum() / group_size, images, create_graph
+        network,
+        layers,
+        lambda outputs: loss(outputs, labels).sum() / group_size,
+        images,
+        create_graph,
+        single=group_size == 1,
     )
     if calls is None or any(len(call.inputs) != 1 or len(call.inputs[0]) != len(images) for call in calls):
         return None
     found: dict[str, Tensor] = {}
     for call, gradient in zip(calls, downstream, strict=True):
         prefix = f"{call.name}." if call.name else ""
-        own = {} if gradient is None else layer_gradient(layers[call.name], call.inputs[0], gradient)
+        own = {} if gradient is None else layer_gradient(layers[call.name], call.inputs[0], gradient, group_size)
         for key, value in own.items():
-            grouped = _grouped(value, group_size).sum(1) if group_size > 1 else value
             full = prefix + key
-            found[full] = found[full] + grouped if full in found else grouped  # a layer may be used twice
+            found[full] = found[full] + value if full in found else value  # a layer may be used twice
     aliases = {full: name for name, parameter in wanted.items() for full in found if _same(network, full, parameter)}
     if set(aliases.values()) != set(wanted):
         return None
@@ -176,12 +218,8 @@ def _by_vmap(
         return loss(torch.func.functional_call(network, parameters, (group,)), group_labels).mean()
 
     each = torch.func.vmap(torch.func.grad(group_loss), in_dims=(None, 0, 0), randomness="error")
-    result: dict[str, Tensor] = each(dict(wanted), _grouped(images, group_size), _grouped(labels, group_size))
+    result: dict[str, Tensor] = each(dict(wanted), grouped(images, group_size), grouped(labels, group_size))
     return result
-
-
-def _grouped(tensor: Tensor, group_size: int) -> Tensor:
-    return tensor.reshape(-1, group_size, *tensor.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -201,9 +239,13 @@ def _run(
     images: Tensor,
     create_graph: bool,
     *,
+    single: bool = True,
     copy: bool = False,
 ) -> tuple[list[_Call] | None, tuple[Tensor | None, ...]]:
-    """Run forward and backward; return all calls of the layers, and the gradient of ``total`` by their outputs."""
+    """Run forward and backward; return all calls of the layers, and the gradient of ``total`` by their outputs.
+
+    ``single`` says that gradients of single examples are wanted, for which products of small convolutions pay.
+    """
     calls: list[_Call] = []
     odd: list[str] = []
 
@@ -214,13 +256,13 @@ def _run(
         calls.append(_Call(call.name, call.inputs, call.output, call.output._version))
         return call.output.clone() if copy else None
 
-    fast = small_convolutions(network) if images.requires_grad else nullcontext()
+    fast = small_convolutions(network) if images.requires_grad and single else nullcontext()
     with watch(network, layers, after=capture), torch.enable_grad(), fast:
         value = total(network(images))
     if odd or not calls:  # a network may use its weights without calling their layers
         return None, ()
     if not copy and any(call.output._version != call.version for call in calls):
-        return _run(network, layers, total, images, create_graph, copy=True)
+        return _run(network, layers, total, images, create_graph, single=single, copy=True)
     outputs = [call.output for call in calls]
     return calls, torch.autograd.grad(value, outputs, create_graph=create_graph, allow_unused=True)
 
@@ -242,37 +284,6 @@ def refuse_mixing_layers(network: nn.Module, group_size: int = 1) -> None:
             )
 
 
-def batched_vjp(outputs: Tensor, inputs: Tensor, cotangents: Tensor, *, chunk: int = 64) -> Tensor:
-    """Compute vector-Jacobian products for many cotangents at once.
-
-    Args:
-        outputs: any shape, computed from ``inputs``.
-        inputs: the tensor to differentiate by.
-        cotangents: (K, shape of outputs).
-        chunk: how many are computed together.
-
-    Returns:
-        (K, shape of inputs).
-    """
-    pieces = [
-        torch.autograd.grad(outputs, inputs, part, retain_graph=True, is_grads_batched=True)[0]
-        for part in torch.split(cotangents, chunk)
-    ]
-    return torch.cat(pieces) if pieces else inputs.new_zeros(0, *inputs.shape)
-
-
-def batched_jvp(function: Callable[[Tensor], Tensor], inputs: Tensor, tangents: Tensor, *, chunk: int = 16) -> Tensor:
-    """Compute Jacobian-vector products (K, outputs) in forward mode for many tangents (K, shape of inputs)."""
-    inputs = inputs.contiguous()  # forward mode refuses expanded memory
-
-    def one(tangent: Tensor) -> Tensor:
-        product: Tensor = torch.func.jvp(function, (inputs,), (tangent,))[1]
-        return product
-
-    result: Tensor = torch.func.vmap(one, chunk_size=chunk)(tangents)
-    return result
-
-
 def layer_inputs(network: nn.Module, names: Sequence[str], images: Tensor) -> list[Tensor]:
     """Return the input of each named layer in a forward pass on the images, one tensor per name; differentiable.
 
@@ -291,83 +302,3 @@ def layer_inputs(network: nn.Module, names: Sequence[str], images: Tensor) -> li
                 f"Layer {name!r} must be used once in a forward pass, got {len(calls)} uses. Choose another."
             )
     return [found[name][0] for name in names]
-
-
-def jacobian_row_norms(
-    function: Callable[[Tensor], Tensor],
-    inputs: Tensor,
-    *,
-    order: float = 2.0,
-    probes: int = 0,
-    rng: SecretStream | None = None,
-    chunk: int = 64,
-    forward: bool = False,
-) -> Tensor:
-    r"""Return the norm :math:`\|\partial f_i(x_n) / \partial x_n\|_p` for each example n and feature i, (N, features).
-
-    The norms are exact by batched backward passes, one per feature, or with ``forward`` by forward-mode passes, one
-    per entry of the input. With ``probes`` the Euclidean norm is estimated for all features at once, by forward-mode
-    products with Gaussian v, since :math:`E[(Jv)_i^2] = \|J_i\|_2^2`. The estimate's relative standard deviation
-    is about :math:`1 / \sqrt{2\,\text{probes}}`.
-
-    Args:
-        function: maps (N, ...) to (N, features), each example independently.
-        inputs: (N, ...).
-        order: p of the norm; infinity is allowed.
-        probes: number of random probes; 0 computes exact norms.
-        rng: random stream, needed for probes; the draws that decide what is hidden stay secret.
-        chunk: products computed together.
-        forward: whether to compute exact norms by forward-mode passes, if the network supports them.
-    """
-    if probes:
-        return _estimated_row_norms(function, inputs.detach(), order, probes, rng, chunk)
-    leaf = inputs.detach().requires_grad_()
-    with torch.enable_grad():
-        features = function(leaf)  # (N, features)
-    if forward:
-        with suppress(RuntimeError):  # a layer may support backward mode only
-            return _forward_row_norms(function, inputs.detach(), order, chunk)
-    norms = []
-    for some in torch.split(torch.arange(features.shape[1], device=features.device), chunk):
-        rows = F.one_hot(some, features.shape[1]).to(features)  # (chunk, features)
-        products = batched_vjp(features, leaf, rows.unsqueeze(1).expand(-1, len(features), -1), chunk=chunk)
-        norms.append(torch.linalg.vector_norm(products.flatten(2), order, dim=2))
-    return torch.cat(norms).T.detach()
-
-
-def _forward_row_norms(function: Callable[[Tensor], Tensor], inputs: Tensor, order: float, chunk: int) -> Tensor:
-    size = inputs[0].numel()
-    columns: list[Tensor] = []  # each (N, features): the norms over a chunk of the input
-    with torch.no_grad():
-        for some in torch.split(torch.arange(size, device=inputs.device), chunk):
-            basis = F.one_hot(some, size).to(inputs).view(-1, 1, *inputs.shape[1:])
-            products = batched_jvp(function, inputs, basis.expand(-1, *inputs.shape).contiguous(), chunk=chunk)
-            columns.append(torch.linalg.vector_norm(products, order, dim=0))
-    norms: Tensor = torch.linalg.vector_norm(torch.stack(columns), order, dim=0)
-    return norms
-
-
-def _estimated_row_norms(
-    function: Callable[[Tensor], Tensor],
-    inputs: Tensor,
-    order: float,
-    probes: int,
-    rng: SecretStream | None,
-    chunk: int,
-) -> Tensor:
-    if rng is None:
-        raise ConfigError("probes need random draws, got rng=None. Pass rng, a SecretStream.")
-    if order != 2:
-        raise ConfigError(f"probes estimate the Euclidean norm only: order must be 2, got {order:g}. Use probes=0.")
-    total = torch.zeros((), dtype=inputs.dtype, device=inputs.device)
-    with torch.no_grad():
-        for start in range(0, probes, chunk):
-            shape = (min(chunk, probes - start), *inputs.shape)
-            tangents = rng.normal(shape, inputs.dtype).to(inputs.device)
-            try:
-                total = total + batched_jvp(function, inputs, tangents, chunk=chunk).square().sum(0)
-            except RuntimeError as error:
-                raise ConfigError(
-                    f"probes must be 0 for a network without forward-mode derivatives, got {probes}: {error}"
-                ) from error
-    return (total / probes).sqrt()
