@@ -8,8 +8,8 @@ import pytest
 import gradveil
 
 FOUNDATION = {
-    "catalogue", "config", "errors", "heap", "interrupts", "limits", "own", "progress", "randomness", "registry", "rows",
-    "scratch", "seal", "secret_stream", "source", "storage", "types", "validate",
+    "catalogue", "config", "errors", "heap", "interrupts", "limits", "own", "progress", "randomness", "registry",
+    "rows", "scratch", "seal", "secret_stream", "source", "storage", "types", "validate",
 }  # fmt: skip
 """Files beside the folders: what everything stands on. They import each other and nothing else."""
 ROOMS = [
