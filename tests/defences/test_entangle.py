@@ -214,6 +214,8 @@ class TestRounds:
         said = []
 
         class Engine:
+            fewest = 0
+
             def train(self, number, clients, model, public, lr):
                 said.append((list(clients), sorted(public)))
                 for client in clients:

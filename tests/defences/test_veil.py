@@ -261,6 +261,8 @@ def test_a_sum_with_too_few_clients_is_not_opened(tiny):
     with Simulation(how, workers=0) as simulation:
 
         class Dropping:
+            fewest = 0
+
             def train(self, *args):
                 for sent in simulation.engine.train(*args):
                     yield sent if sent.client else Missing(0, MessageError("gone"))

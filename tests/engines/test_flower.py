@@ -22,6 +22,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from gradveil.config import TrainSettings
 from gradveil.data import load_dataset
+from gradveil.engines.answer_limits import AnswerLimits
 from gradveil.engines.flower import flower_training, server_app
 from gradveil.engines.flower_site import client_app
 from gradveil.engines.messages import read_arrays
@@ -73,7 +74,26 @@ def agreeing(settings):
     }  # fmt: skip
 
 
-class LocalGrid:
+class Mailbox:
+    """A grid that answers what is pushed at once, by ``send_and_receive``, and keeps the answers until pulled."""
+
+    def push_messages(self, messages):
+        self.box = getattr(self, "box", {})
+        numbers = []
+        for message in messages:
+            self.count = getattr(self, "count", 0) + 1
+            numbers.append(str(self.count))
+            message.metadata.__dict__["_message_id"] = numbers[-1]
+            replies = self.send_and_receive([message], timeout=None)
+            self.box |= dict(zip(numbers[-1:], replies, strict=False))
+        return numbers
+
+    def pull_messages(self, message_ids):
+        replies = [self.box.pop(number) for number in message_ids if number in self.box]
+        return replies[::-1]  # the first to reply
+
+
+class LocalGrid(Mailbox):
     """A grid that hands every message to its node's ClientApp, both ways as the bytes that Flower would send."""
 
     def __init__(self, settings, folder, nodes=None, data=None, **node_config):
@@ -100,7 +120,7 @@ class LocalGrid:
                 reply = self.app(arrived, context)
                 assert not context.state
             replies.append(self.carry(reply, self.came))
-        return replies[::-1]  # the first to reply
+        return replies
 
     def carry(self, message, way):
         way.append(message_to_proto(message).SerializeToString())
@@ -271,13 +291,14 @@ def test_missing_nodes_end_in_an_error_after_the_waiting_time(settings, tmp_path
 def test_a_node_that_leaves_is_named(settings, tmp_path):
     settings = replace(settings, model="logistic")
     grid = LocalGrid(settings, tmp_path)
-    training = flower_training(grid, settings, load_dataset(settings.dataset))
+    limits = AnswerLimits(wait_seconds=0, round_seconds=0.001)
+    training = flower_training(grid, settings, load_dataset(settings.dataset), limits)
     training.step(1)
     grid.lost = {99}
     with pytest.raises(WorkerError, match=r"Client 1 must answer, got: Node Unavailable\."):
         training.step(2)
     grid.send_and_receive = lambda messages, timeout: []
-    with pytest.raises(WorkerError, match=r"Client \d must answer, got: nothing came in time"):
+    with pytest.raises(WorkerError, match=r"Client \d must answer, got: nothing came within 0.001 seconds"):
         training.step(2)
 
 
@@ -572,7 +593,7 @@ def test_a_private_folder_is_required(settings, tmp_path):
 
 def test_without_flower_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr.app", None)
-    for module in ("flower", "flower_site", "messages", "nodes", "site"):
+    for module in ("flower", "flower_engine", "flower_site", "messages", "nodes", "site"):
         monkeypatch.delitem(sys.modules, f"gradveil.engines.{module}")
     with pytest.raises(ImportError, match=r"pip install 'gradveil\[flower\]'"):
         importlib.import_module("gradveil.engines.flower")

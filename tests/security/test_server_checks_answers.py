@@ -19,7 +19,7 @@ from gradveil.config import TrainSettings
 from gradveil.engines.flower import AnswerLimits, flower_training
 from gradveil.engines.flower_site import client_app
 from gradveil.errors import DivergedError, GradveilError, MessageError, TrainingError
-from tests.engines.test_flower import agreeing, to_run_config
+from tests.engines.test_flower import Mailbox, agreeing, to_run_config
 from tests.engines.test_simulation import same
 from tests.security.sites import private_set
 
@@ -29,7 +29,7 @@ RUN = TrainSettings(
 )  # fmt: skip
 
 
-class Federation:
+class Federation(Mailbox):
     """Three sites in this process; what one of them sends can be changed on its way."""
 
     def __init__(self, folder, run=RUN, change=None, **policy):
@@ -156,7 +156,7 @@ def mean_of_the_others(folder):
 def test_no_round_without_any_answer(tmp_path):
     run = replace(RUN, bad_answers="drop", clients=2)
     grid = Federation(tmp_path, run)
-    training = training_of(grid, run)
+    training = training_of(grid, run, limits=AnswerLimits(round_seconds=0.001))
     grid.send_and_receive = lambda messages, timeout=None: []
     with pytest.raises(MessageError, match="at least one client, got none: all 2 were dropped"):
         training.step(1)

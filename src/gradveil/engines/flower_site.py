@@ -44,7 +44,7 @@ from gradveil.engines.site_ledger import digest, weights_digest
 from gradveil.engines.site_scores import as_given, require_allowed
 from gradveil.engines.training import single_thread
 from gradveil.engines.tripwire import TripwireWarning, hearing
-from gradveil.errors import DivergedError, MessageError, RefusedError
+from gradveil.errors import DivergedError, GradveilError, MessageError, RefusedError
 from gradveil.federated.client import Broadcast, Score
 from gradveil.federated.server import ScoreRequest, learning_rate
 from gradveil.limits import parse_json
@@ -88,7 +88,10 @@ def answered(
         with single_thread(), open_site(context, data) as site:
             return work(site, content)
     except Exception as error:  # its text may hold private values
-        LOG.exception("The site sent nothing.")
+        if isinstance(error, GradveilError):
+            LOG.error("The site sent nothing. %s", error)
+        else:
+            LOG.exception("The site sent nothing.")
         number = context.node_config.get("partition-id")
         failure = ConfigRecord({"code": code_of(error), "number": number if isinstance(number, int) else -1})
         return RecordDict({"error": failure})

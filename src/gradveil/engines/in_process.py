@@ -18,6 +18,8 @@ from gradveil.types import Tensors
 class InProcess:
     """Plays each client in turn in this process."""
 
+    fewest = 0
+
     def __init__(
         self,
         settings: TrainSettings,

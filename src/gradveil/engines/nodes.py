@@ -1,9 +1,14 @@
-"""The server's connection to the sites' nodes over Flower: who is there, and their answers or why there is none."""
+"""The server's connection to the sites' nodes over Flower: who plays which client now, and their answers.
+
+Nodes come and go. A site whose node was killed and restarted has a new node with the same number, while the old one
+stays on Flower's list for about a minute and answers nothing. So the list is read again and again: new nodes are asked
+who they are, even in the middle of a round, and take over the open question of their client.
+"""
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from gradveil.engines.messages import read_config, whole
 from gradveil.engines.site_codes import named
@@ -13,6 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict  # isort: sk
 from flwr.serverapp import Grid  # isort: skip
 
 LOG = logging.getLogger("flwr")
+Content = Mapping[str, ArrayRecord | ConfigRecord]
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Failure:
-    """A message that was not answered, with Flower's reason."""
+    """A message that was not answered, with the reason."""
 
     reason: str
 
@@ -41,70 +47,243 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Patience:
+    """How long the server waits.
+
+    Attributes:
+        answer: seconds for the answers to one question; None waits as long as the nodes are there.
+        back: seconds until a node must be there, or be back, if the run can't go on without it.
+        rival: seconds until a node that says nothing has lost its number to a newer one.
+        poll: seconds between two looks for answers.
+        speak: seconds between two lines that say who is awaited.
+    """
+
+    answer: float | None = None
+    back: float = 600.0
+    rival: float = 60.0
+    poll: float = 1.0
+    speak: float = 10.0
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message on its way: the question's client, or -1 for the question who a node is."""
+
+    node: int
+    client: int = -1
+
+
+@dataclass
+class _Question:
+    """One question to some clients, and what came of it; ``lost`` clients may yet come back as another node."""
+
+    kind: str
+    contents: Mapping[int, Content]
+    answers: dict[int, RecordDict | Failure] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+
+    def awaited(self) -> list[int]:
+        return [client for client in self.contents if client not in self.answers]
+
+
 class Nodes:
     """All nodes that are connected to the server.
 
-    Attributes:
+    Args:
         grid: Flower's connection.
-        timeout: seconds to wait for an answer; None waits as long as Flower does.
-        wait: seconds to wait until the nodes of all clients are there.
+        clients: number of clients of the run.
+        max_images: largest number of images that a site may state.
+        patience: how long to wait for whom.
+
+    Attributes:
+        known: what the node of each client said about its site; clients that never were there are missing.
     """
 
-    grid: Grid
-    timeout: float | None = None
-    wait: float = 600.0
+    def __init__(self, grid: Grid, clients: int, max_images: int, patience: Patience) -> None:
+        self.known: dict[int, Introduction] = {}
+        self._grid, self._clients, self._max_images, self._patience = grid, clients, max_images, patience
+        self._here: set[int] = set()
+        self._asked: set[int] = set()
+        self._replaced: set[int] = set()
+        self._started = False
+        self._sent: dict[str, _Sent] = {}
+        self._rivals: dict[int, tuple[Introduction, float]] = {}
+        self._refusals: list[Refusal] = []
+        self._question = _Question("", {})
+        self._spoke = time.monotonic()
+
+    def gather(self, *, stop: bool, fewest: int, needed: Collection[int]) -> None:
+        """Wait until every client's node has introduced its site.
+
+        After the waiting time, ``fewest`` clients are enough if they are more than 0 and all ``needed`` are there. If
+        ``stop``, a client's node that refuses ends the waiting.
+        """
+        until = time.monotonic() + self._patience.back
+        while not self._started:
+            self._turn()
+            missing = [client for client in range(self._clients) if client not in self.known]
+            for refusal in self._refusals:
+                if stop and refusal.number in missing:
+                    raise refusal.error
+            enough = 0 < fewest <= len(self.known) and not set(missing) & set(needed)
+            if self._rivals:
+                self._pause("Two nodes state one number; waiting for the answer of the older one.")
+            elif not missing:
+                self._started = True
+            elif time.monotonic() <= until:
+                self._pause(f"Waiting for the nodes of {_clients(missing)}; {len(self.known)} are there.")
+            elif enough:
+                LOG.warning("Starting without %s, whose nodes are not there.", _clients(missing))
+                self._started = True
+            else:
+                raise self._too_few()
+
+    def _too_few(self) -> WorkerError:
+        reasons = " ".join(str(refusal.error) for refusal in self._refusals)
+        return WorkerError(
+            f"All {self._clients} nodes must be there within {self._patience.back:g} seconds, got {len(self.known)}. "
+            f"Start the missing nodes, or set the run's clients. {reasons}".rstrip()
+        )
 
     def ask(
-        self,
-        kind: str,
-        contents: Mapping[int, Mapping[str, ArrayRecord | ConfigRecord]],
-        timeout: float | None = None,
+        self, kind: str, contents: Mapping[int, Content], needed: Collection[int] = (), fewest: int = 0
     ) -> dict[int, RecordDict | Failure]:
-        """Return each node's answer, or why there is none, in the order of ``contents``."""
-        records = {node: RecordDict(dict(content)) for node, content in contents.items()}
-        messages = [Message(record, dst_node_id=node, message_type=kind) for node, record in records.items()]
-        answers, reasons = dict[int, RecordDict](), dict[int, str]()
-        wait = timeout if self.timeout is None else self.timeout
-        for reply in self.grid.send_and_receive(messages, timeout=wait) if messages else ():
-            if reply.has_content():
-                answers[reply.metadata.src_node_id] = reply.content
-            else:  # the node's own error, or the SuperLink's, which names no node
-                reasons[reply.metadata.src_node_id] = _printable(reply.error.reason or "")
-        rest = " ".join(filter(None, reasons.values())) or "nothing came in time."
-        return {node: answers.get(node, Failure(reasons.get(node) or rest)) for node in contents}
+        """Return each client's answer, or why there is none, in the order of ``contents``.
 
-    def introduced(self, clients: int, max_images: int, *, stop: bool) -> dict[int, Introduction]:
-        """Wait until every client's node has introduced its site; return the introductions by client.
-
-        Nodes that belong to no client are left out. If ``stop``, a client's node that refuses ends the waiting. Two
-        nodes with one number are an error, because the server can't know which of them is the site.
+        A client without a node is given up at once, unless it is ``needed`` or fewer than ``fewest`` would answer:
+        then there is time for it to come back.
         """
-        until, asked = time.monotonic() + self.wait, set[int]()
-        known, refusals = dict[int, Introduction](), list[Refusal]()
-        while True:
-            new = [node for node in self.grid.get_node_ids() if node not in asked]
-            asked.update(new)
-            for node, answer in self.ask("query", {node: {} for node in new}, self.wait).items():
-                found = _introduction(node, answer, clients, max_images)
-                if isinstance(found, Refusal):
-                    LOG.warning("%s", found.error)
-                    refusals.append(found)
-                elif found.number in known:
-                    raise _twice(clients, known[found.number], found)
-                else:
-                    known[found.number] = found
-            if len(known) == clients:
-                return known
-            for refusal in refusals:
-                if stop and 0 <= refusal.number < clients and refusal.number not in known:
-                    raise refusal.error
-            if time.monotonic() > until:
-                reasons = " ".join(str(refusal.error) for refusal in refusals)
-                raise WorkerError(
-                    f"All {clients} nodes must be there within {self.wait:g} seconds, got {len(known)}. "
-                    f"Start the missing nodes, or set the run's clients. {reasons}".rstrip()
-                )
-            time.sleep(1)
+        start = time.monotonic()
+        self._question = asked = _Question(kind, contents)
+        self._turn()
+        for client in asked.awaited():
+            self._put(client)
+        while asked.awaited():
+            self._turn()
+            self._give_up(asked, time.monotonic() - start, needed, fewest)
+            if not asked.awaited():
+                break
+            who = ", ".join(self._called(client) for client in asked.awaited())
+            self._pause(f"Waiting for the answer of {who} ({kind}), {time.monotonic() - start:.0f} s so far.")
+        self._question = _Question("", {})
+        self._sent = {key: sent for key, sent in self._sent.items() if sent.client < 0}
+        return {client: asked.answers[client] for client in contents}
+
+    def _called(self, client: int) -> str:
+        there = f"node {self.known[client].node}" if client in self.known else "no node yet"
+        return f"client {client} ({'lost' if client in self._question.lost else there})"
+
+    def _give_up(self, asked: _Question, passed: float, needed: Collection[int], fewest: int) -> None:
+        """Note the failures of clients for which it is pointless, or too late, to wait."""
+        limit, back = self._patience.answer, self._patience.back
+        failed = {client for client, answer in asked.answers.items() if isinstance(answer, Failure)}
+        possible = len(asked.contents.keys() - asked.lost.keys() - failed)
+        for client in asked.awaited():
+            if limit is not None and passed >= limit:
+                asked.answers[client] = Failure(asked.lost.get(client) or f"nothing came within {limit:g} seconds.")
+            elif client in asked.lost and (passed >= back or (client not in needed and possible >= fewest)):
+                asked.answers[client] = Failure(asked.lost[client])
+
+    def _pause(self, awaited: str) -> None:
+        if time.monotonic() - self._spoke >= self._patience.speak:
+            self._spoke = time.monotonic()
+            LOG.info("%s", awaited)
+        time.sleep(self._patience.poll)
+
+    def _turn(self) -> None:
+        """Ask new nodes who they are, and take in all that has arrived."""
+        self._here = set(self._grid.get_node_ids())
+        for node in sorted(self._here - self._asked):
+            self._asked.add(node)
+            self._push("query", {}, _Sent(node))
+        pulled = self._grid.pull_messages(list(self._sent)) if self._sent else ()
+        replies = {reply.metadata.reply_to_message_id: reply for reply in pulled}
+        for key in [key for key in self._sent if key in replies]:
+            self._arrived(self._sent.pop(key), replies[key])
+        for number, (rival, until) in list(self._rivals.items()):
+            if self.known[number].node not in self._here or time.monotonic() > until:
+                self._take(rival)
+
+    def _put(self, client: int) -> None:
+        """Send the open question to a client's node."""
+        asked = self._question
+        if client in self.known and self.known[client].node in self._here:
+            asked.lost.pop(client, None)
+            self._push(asked.kind, asked.contents[client], _Sent(self.known[client].node, client))
+        else:
+            asked.lost[client] = "its node is not there."
+
+    def _push(self, kind: str, content: Content, sent: _Sent) -> None:
+        message = Message(RecordDict(dict(content)), dst_node_id=sent.node, message_type=kind)
+        (key,) = tuple(self._grid.push_messages([message])) or (None,)
+        if key:
+            self._sent[key] = sent
+        elif sent.client >= 0:
+            self._question.lost[sent.client] = "Flower could not send the message; it may be too large."
+
+    def _arrived(self, sent: _Sent, reply: Message) -> None:
+        answer = reply.content if reply.has_content() else Failure(_printable(reply.error.reason or "an error."))
+        if sent.client < 0:
+            self._met(sent.node, answer)
+        elif isinstance(answer, Failure):
+            if self.known[sent.client].node == sent.node:  # not yet replaced
+                self._question.lost[sent.client] = answer.reason
+        else:
+            self._question.answers.setdefault(sent.client, answer)
+
+    def _met(self, node: int, answer: RecordDict | Failure) -> None:
+        """Take in what a node says about itself: a new one, or an old one whose number a new one claims."""
+        old = next((known for known in self.known.values() if known.node == node), None)
+        if old is not None:
+            self._heard_again(old, answer)
+        elif node not in self._replaced:
+            found = _introduction(node, answer, self._clients, self._max_images)
+            found = self._same_site(found) if isinstance(found, Introduction) else found
+            if isinstance(found, Refusal):
+                LOG.warning("%s", found.error)
+                self._refusals.append(found)
+            elif found.number in self.known and self.known[found.number].node in self._here:
+                self._rivals[found.number] = found, time.monotonic() + self._patience.rival
+                self._push("query", {}, _Sent(self.known[found.number].node))
+            else:
+                self._take(found)
+
+    def _heard_again(self, old: Introduction, answer: RecordDict | Failure) -> None:
+        """Settle whose number it is: the newer node's only if the older one no longer answers."""
+        rival, _ = self._rivals.get(old.number, (None, 0.0))
+        if rival is None:
+            return
+        if isinstance(answer, Failure):
+            self._take(rival)
+        elif not self._started:
+            raise _twice(self._clients, old, rival)
+        else:
+            LOG.warning("%s It is ignored.", _twice(self._clients, old, rival))
+            self._rivals.pop(old.number)
+
+    def _same_site(self, found: Introduction) -> Introduction | Refusal:
+        """Refuse a node that comes back with other numbers of images than its client had."""
+        old = self.known.get(found.number)
+        if old is None or (old.images, old.sensitive) == (found.images, found.sensitive):
+            return found
+        return Refusal(-1, MessageError(
+            f"Node {found.node} must have the images of client {found.number}, whose number it states, got another "
+            f"number of them: {found.images:,} instead of {old.images:,}."
+        ))  # fmt: skip
+
+    def _take(self, found: Introduction) -> None:
+        """Let a node play its client from now on; it gets the open question too."""
+        if found.number in self.known:
+            LOG.info("Client %s is back as node %s.", found.number, found.node)
+            self._replaced.add(self.known[found.number].node)
+        self._rivals.pop(found.number, None)
+        self.known[found.number] = found
+        if found.number in self._question.awaited():
+            self._put(found.number)
+
+
+def _clients(numbers: Collection[int]) -> str:
+    return f"client{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _printable(reason: str) -> str:
@@ -113,9 +292,10 @@ def _printable(reason: str) -> str:
 
 
 def _twice(clients: int, one: Introduction, other: Introduction) -> ConfigError:
+    first, second = sorted((one.node, other.node))
     return ConfigError(
-        f"The nodes' numbers must be 0..{clients - 1}, each once, got {one.number} from nodes {one.node} and "
-        f"{other.node}. Start each node with its own partition-id, and admit known nodes only "
+        f"The nodes' numbers must be 0..{clients - 1}, each once, got {one.number} from nodes {first} and "
+        f"{second}. Start each node with its own partition-id, and admit known nodes only "
         "(flower-superlink --enable-supernode-auth)."
     )
 

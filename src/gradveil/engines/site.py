@@ -17,6 +17,7 @@ from gradveil.data import Dataset, load_dataset
 from gradveil.data.federated import FederatedData, federate
 from gradveil.data.sensitive import mark_sensitive
 from gradveil.defences import Budget, Defence, build_defence, planned_defence
+from gradveil.engines.answer_limits import LIMIT_KEYS
 from gradveil.engines.devices import Devices, make_network
 from gradveil.engines.messages import listed, num_bytes, read_config, whole
 from gradveil.engines.run_folder import fingerprint, settings_hash
@@ -35,7 +36,7 @@ from gradveil.storage import PrivateFolder, write_atomic
 
 from flwr.app import Context, RecordDict  # isort: skip - messages says if it is missing
 
-SERVER_KEYS = ("out", "data-root", "max-images", "max-norm")
+SERVER_KEYS = ("out", "data-root", *LIMIT_KEYS)
 """Keys of a run config that are not settings of the training but the server's own."""
 MOST_ROUNDS = 10**9
 """Largest number of a round in a message."""

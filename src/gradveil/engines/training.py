@@ -130,7 +130,7 @@ class Training:
         """Return what the defence guarantees to every client after this many rounds, or nothing if it states none."""
         entries = sum(p.numel() for p in self.net.module.parameters() if p.requires_grad)
         how = Protocol.of(self.settings).local
-        return budget_fields(weakest_budget(self.defence, how, self.sizes, rounds, entries))
+        return budget_fields(weakest_budget(self.defence, how, filter(None, self.sizes), rounds, entries))
 
     def client_rows(self, round_number: int) -> list[Row]:
         """Return one row per client: its size, and its model's accuracy on its own training images and on test images.

@@ -96,6 +96,8 @@ class _Failure:
 class Workers:
     """Runs clients on several processes; use as a context manager."""
 
+    fewest = 0
+
     def __init__(self, blueprint: Blueprint, data: FederatedData, net: FlatModel, num_workers: int) -> None:
         self._data, self._net = data, net
         rows, size = 1 + 2 * _AHEAD * num_workers, net.shared.stop - net.shared.start

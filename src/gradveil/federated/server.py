@@ -21,7 +21,13 @@ from gradveil.types import Tensors, Update
 
 
 class Engine(Protocol):
-    """Where clients run: in this process, in worker processes, or on other machines."""
+    """Where clients run: in this process, in worker processes, or on other machines.
+
+    Attributes:
+        fewest: number of clients without which a round is not used, as some may drop out.
+    """
+
+    fewest: int
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
@@ -226,7 +232,7 @@ def play_round(
 
     # Step 4: the sum of the weighted updates moves the global model; the defence may make a step of its own of it.
     used = tuple(client for client in (*early, *others) if client not in dropped)
-    _require_enough(len(used) - len(early), defence)
+    _require_enough(len(used) - len(early), defence, engine.fewest, dropped)
     quantised = _add_quantised(aggregate, apart, weights, settings)
     total = defence.on_aggregate(aggregate.total(_rescaled(weights, dropped)), server)
     means = mean_over_clients(reports)
@@ -247,12 +253,16 @@ def _add_quantised(
     return found
 
 
-def _require_enough(there: int, defence: Defence) -> None:
-    """Raise if a sum has too few clients for the noise that the defence promises: then it is not opened."""
+def _require_enough(there: int, defence: Defence, fewest: int, dropped: Mapping[int, str]) -> None:
+    """Raise if fewer clients are left than a sum needs for the defence's noise, or the server for a round."""
     if there < defence.fewest_clients:
         raise MessageError(
             f"A sum under defence {defence.spec!r} needs {defence.fewest_clients} clients or more for its noise, got "
             f"{there}: the others dropped out. State a lower minimum with clients=, which adds noise."
+        )
+    if there < fewest and dropped:
+        raise MessageError(
+            f"A round needs {fewest} clients or more (min-clients), got {there}. {' '.join(dropped.values())}"
         )
 
 
