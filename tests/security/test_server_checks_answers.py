@@ -277,7 +277,7 @@ def test_an_error_that_no_check_foresaw_names_the_client(tmp_path, monkeypatch):
     grid = Federation(tmp_path, run)
     grid.app = client_app(lambda context: coloured(context.node_config["partition-id"]))
     training = flower_training(grid, run, coloured(9), wait=0)
-    monkeypatch.setattr("gradveil.engines.flower.check_score", lambda *_: 1 / 0)
+    monkeypatch.setattr("gradveil.engines.flower_engine.check_score", lambda *_: 1 / 0)
     with pytest.raises(MessageError, match=r"The answer of client 0 was not used.*got ZeroDivisionError"):
         training.step(1)
 
