@@ -111,28 +111,44 @@ def central_dp(values: Values, use: Use) -> LintFinding:
     unit = "a client, from whoever sees the models; the server itself sees every update"
     if noise is None:
         return _unknown("central DP", stated, USUAL_DELTA, unit, "noise_multiplier")
-    why = "no amplification by sampling clients is counted"
+    why = "no amplification by sampling clients is counted; all updates are taken to have the same weight in the mean"
     return _gaussian("central DP", _ratio(1.0, noise), stated, USUAL_DELTA, use, unit, why)
 
 
 def svt_privacy(values: Values, use: Use) -> LintFinding:
-    """Judge NVFlare's SVTPrivacy: the threshold, the selection, and each of the released values cost epsilon.
+    """Judge NVFlare's SVTPrivacy: ``epsilon`` pays for the selection alone, each released value costs ``noise_var``.
 
-    The selection costs epsilon times (2 n)^(2/3), and n released values cost ``noise_var`` each, for the fraction n of
-    the entries that is uploaded.
+    That is NVFlare 2.9.0. In earlier versions ``epsilon`` paid for the threshold alone, and selecting n values cost
+    epsilon times (2 n)^(2/3) on top. n is the ``fraction`` of the entries that are sent, running statistics included.
 
     Example:
-        >>> round(svt_privacy({}, Use(entries=6_909_000)).round)
-        70331
+        >>> round(svt_privacy({}, Use(entries=1_000_000)).round, 1)
+        10000.1
     """
     first, release, fraction = _numbers({"epsilon": 0.1, "noise_var": 0.1, "fraction": 0.1} | dict(values), *_SVT)
     unit = "one entry's worth of change in a client's update, clipped to gamma, from the server"
     if first is None or release is None or fraction is None or not use.entries:
         return _unknown("SVTPrivacy", first, 0.0, unit, "the number of the model's entries (--entries)")
     sent = min(math.ceil(use.entries * fraction), use.entries)
-    whole = first + first * (2 * sent) ** (2 / 3) + release * sent
-    why = f"each of {sent:,} released values costs {release:g}; epsilon={first:g} is that of the threshold alone"
+    (planned,) = _numbers(values, "epsilon_release")
+    whole = first + (release * sent if planned is None else planned)
+    released = f"each of {sent:,} released values costs {release:g}"
+    released = released if planned is None else f"{sent:,} released values cost {planned:g}"
+    why = (
+        f"for {use.entries:,} entries, {released}; epsilon={first:g} is that of the selection alone. That is NVFlare "
+        f"2.9.0; earlier versions cost {first * (2 * sent) ** (2 / 3):,.4g} more"
+    )
     return LintFinding("", "SVTPrivacy", first, whole, whole * use.rounds, 0.0, unit, why)
+
+
+def gaussian_privacy(values: Values, use: Use) -> LintFinding:
+    """Judge the GaussianPrivacy filter of NVFlare's examples: noise in proportion to the update itself, no clipping."""
+    unit = "nothing"
+    why = (
+        "its noise is a fraction (sigma0) of the update's own values, and nothing is clipped: no change of an update "
+        "is bounded, and the noise tells its size. Clip updates to a norm, and scale the noise by that norm"
+    )
+    return LintFinding("", "GaussianPrivacy", None, MOST_EPSILON, MOST_EPSILON, USUAL_DELTA, unit, why)
 
 
 def percentile_privacy(values: Values, use: Use) -> LintFinding:
@@ -195,6 +211,7 @@ MECHANISMS: Mapping[str, Callable[[Values, Use], LintFinding]] = {
     "DifferentialPrivacyClientSideAdaptiveClipping": central_dp,
     "SVTPrivacy": svt_privacy,
     "PercentilePrivacy": percentile_privacy,
+    "GaussianPrivacy": gaussian_privacy,
     "make_private": opacus,
     "make_private_with_epsilon": opacus_with_epsilon,
 }
