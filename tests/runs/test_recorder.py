@@ -405,7 +405,7 @@ def test_a_closure_is_told_before_the_first_step(tmp_path):
 
 
 def test_mixed_precision_is_named_if_its_gradients_differ_too_much(tmp_path, monkeypatch):
-    monkeypatch.setattr("gradveil.runs.recorder.CLOSE", 1e-5)
+    monkeypatch.setattr("gradveil.runs.recorded.CLOSE", 1e-5)
     said, files = kept(tmp_path, rounded)
     assert "torch.autocast" in said
     assert not files

@@ -8,34 +8,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import tomli_w
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.errors import ConfigError, UnexplainedError
 from gradveil.federated.protocol import LocalSettings
 from gradveil.federated.steps import Stepper
-from gradveil.models import create_model
-from gradveil.models.base import parse_normalisation
-from gradveil.models.weights import misfits
 from gradveil.networks.watch import LayerCall, watch
-from gradveil.runs.explained import (
-    CLOSE,
-    RecordedBatch,
-    RecordedStep,
-    clipping,
-    loss_keys,
-    mode_keys,
-    optimiser_keys,
-    pixel_range,
-    rhythm,
-)
+from gradveil.runs.explained import CLOSE, RecordedBatch, RecordedStep, optimiser_keys
 from gradveil.runs.given import fresh_folder
-from gradveil.runs.loop_hooks import Loss, Losses, flat, key_of, reference_of
+from gradveil.runs.loop_hooks import Loss, Losses, flat, key_of
+from gradveil.runs.recorded import Recording, check_gradient
 from gradveil.runs.update_spec import make_spec
 from gradveil.storage import save_tensors, write_atomic
 
@@ -270,7 +254,7 @@ class Recorder:
         (group,) = self.optimizer.param_groups
         facts = {key: value for key, value in group.items() if key != "params"}
         if not self._steps:
-            self._explains_gradient(self._waiting, left)
+            check_gradient(self._before, self._waiting, left, rounded=self._rounded)
             self._first = self._trained(), now
         self._steps.append(RecordedStep(self._waiting, facts, size, size / max(before, 1e-30)))
         self._waiting = []
@@ -307,29 +291,6 @@ class Recorder:
     def _trained(self) -> Tensor:
         return flat({name: p for name, p in self.model.named_parameters() if p.requires_grad})
 
-    def _explains_gradient(self, batches: Sequence[RecordedBatch], left: Tensor) -> None:
-        """Compute the first step's gradient again; raise UnexplainedError if the loss has other parts."""
-        network = copy.deepcopy(self._before)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            for batch in batches:
-                for name, layer in network.named_modules():
-                    layer.training = batch.training[name]
-                if batch.random is not None:
-                    torch.set_rng_state(batch.random)
-                loss = F.cross_entropy(network(batch.images), batch.labels, label_smoothing=batch.smoothing)
-                (batch.scale * loss).backward()  # type: ignore[no-untyped-call]
-        found = flat({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
-        if found.shape != left.shape or float((found - left).norm()) > 10 * CLOSE * float(left.norm()):
-            if self._rounded:
-                raise UnexplainedError(
-                    "Attacks replay gradients of full precision, got those of torch.autocast, which differ by more "
-                    f"than {10 * CLOSE:.0%}. Record a round without autocast."
-                )
-            raise UnexplainedError(
-                "The gradient must be that of the cross-entropy of the model's output, got another one. Take other "
-                "terms out of the loss (a penalty is weight_decay of the optimiser), and feed the model images alone."
-            )
-
     def _write(self) -> None:
         """Save model and update, then the specification that explains them."""
         if not self._steps:
@@ -345,7 +306,8 @@ class Recorder:
             if self._problem:
                 raise self._problem
             self._check_untouched()
-            keys = self._keys()
+            kept = Recording(self._before, self._steps, type(self.optimizer).__name__, self._factory, self._normalise)
+            keys, self.note = kept.keys(tell_labels=self._tell_labels)
             self._spec = {key: value for key, value in keys.items() if value not in (None, "")}
             make_spec(self._spec, "the recorded specification")
         except (UnexplainedError, ConfigError) as error:
@@ -355,69 +317,4 @@ class Recorder:
         head = "".join(f"# {line}\n" for line in ("Recorded by gradveil.Recorder.", self.note) if line)
         write_atomic(self.spec, (head + tomli_w.dumps(self._spec)).encode(), mode=0o600)
         if self._keep_images:
-            self._write_truth(str(self._spec["normalise"]))
-
-    def _keys(self) -> dict[str, Any]:
-        """Return the keys of the specification."""
-        steps = self._steps
-        groups = [{key: value for key, value in step.group.items() if key != "initial_lr"} for step in steps]
-        if any(group != groups[0] for group in groups):
-            raise UnexplainedError(
-                "The optimiser's settings must stay the same in all steps, got others (a scheduler?)."
-            )
-        keys = optimiser_keys(type(self.optimizer).__name__, groups[0]) | {"clip_norm": clipping(steps)}
-        keys |= loss_keys(steps, keys)
-        named = dict(self.model.named_modules())
-        norms = [name for name, layer in named.items() if isinstance(layer, _BatchNorm)]
-        dropouts = [name for name, layer in named.items() if isinstance(layer, _DropoutNd) and layer.p]
-        keys |= mode_keys(steps, norms, dropouts)
-        beats = rhythm([step.batches for step in steps])
-        first = steps[0].batches[0]
-        shape, classes = list(first.images.shape[1:]), first.num_classes
-        normalise = self._normalise
-        if not normalise:
-            normalise, self.note = pixel_range(steps)
-        spec = {"model": self._named(shape, classes), "shape": shape, "num_classes": classes, "kind": "change"}
-        spec |= keys | beats | {"normalise": normalise}
-        if self._tell_labels:
-            spec["labels"] = self._once("labels").tolist()
-        return spec
-
-    def _once(self, part: str) -> Tensor:
-        """Return the images or labels of the first epoch."""
-        beats = rhythm([step.batches for step in self._steps])
-        once = self._steps[: len(self._steps) // beats["epochs"]]
-        return torch.cat([getattr(batch, part).detach().cpu() for step in once for batch in step.batches])
-
-    def _write_truth(self, normalise: str) -> None:
-        images = self._once("images")
-        found = parse_normalisation(normalise, images.shape[1])
-        if found is not None:
-            mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (found.mean, found.std))
-            images = images * std + mean
-        path = self.out / "truth.npz"
-        write_atomic(path, b"", mode=0o600)
-        np.savez(path, images=images.clamp(0, 1).numpy()[None])
-
-    def _named(self, shape: list[int], classes: int) -> str:
-        """Return the text that builds the model again. Raise UnexplainedError if it builds another one."""
-        text = self._factory if isinstance(self._factory, str) else reference_of(self._factory)
-        try:
-            again = create_model(text, (shape[0], shape[1], shape[2]), classes, seed=0)
-            problems = misfits(again.state_dict(), self._before.state_dict()) or _unlike(again, self._before)
-        except ConfigError as error:
-            problems = [str(error)]
-        if problems:
-            raise UnexplainedError(
-                f"The model must be built again by {text!r}, got: {problems[0]}. Pass a function without arguments "
-                "that returns such a model: Recorder(..., factory=...)."
-            )
-        return text
-
-
-def _unlike(built: nn.Module, trained: nn.Module) -> list[str]:
-    """Return the parameters that one of two networks trains and the other does not, in words."""
-    other = dict(trained.named_parameters())
-    pairs = [(name, p.requires_grad, other[name].requires_grad) for name, p in built.named_parameters()]
-    words = {True: "trained", False: "frozen"}
-    return [f"{name} is {words[one]} there and {words[two]} here" for name, one, two in pairs if one != two]
+            kept.write_truth(self.out / "truth.npz", str(self._spec["normalise"]))
