@@ -44,7 +44,7 @@ app.command("train-generator")(
 app.command("score")(score_command)
 app.command("compare")(compare_command)
 app.command("ledger")(ledger_command)
-app.command("recommend")(with_options(recommend_command, "gradveil.runs.recommend:RecommendSettings"))
+app.command("recommend")(with_options(recommend_command, "gradveil.runs.wish:Wish"))
 app.command("lint")(lint_command)
 app.command("report")(report_command)
 app.command("reproduce")(reproduce_command)

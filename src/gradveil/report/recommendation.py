@@ -1,86 +1,125 @@
-"""The page of a recommendation: one self-contained HTML file with what was tried and what it costs."""
+"""The page of a recommendation: one self-contained HTML file with what was tried, what it costs, and how to use it."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from gradveil.report.training import STYLE
 from gradveil.storage import write_atomic
 
-NOT_PROTECTED = (
-    "what many images of a client have in common; the number of a client's images; images of whoever adds no noise",
-    "the public pictures from which frozen features are made",
-)
 HEADS = {
-    "candidate": "Candidate", "accuracy": "Accuracy", "loss": "Points lost", "mu": "μ", "epsilon": "ε",
-    "identified_bound": "Picked of 1,000", "why": "Why not",
+    "candidate": "Candidate", "stage": "Stage", "accuracy": "Accuracy", "loss": "Points lost", "epsilon": "\u03b5",
+    "identified_bound": "Picked of 1,000", "psnr": "Attackers, dB", "why": "Why not",
 }  # fmt: skip
+SHARES = ("accuracy", "identified_bound")
+Line = Mapping[str, Any]
 
 
-def headline(document: Mapping[str, Any]) -> str:
+def headline(document: Line) -> str:
     """Return the result in one sentence."""
-    chosen = next((line for line in document["lines"] if line["candidate"] == document["chosen"]), None)
-    if chosen is None:
-        return "Nothing that was tried keeps the wish."
     check = document["check"]
-    told = "confirmed" if check and check["holds"] else "NOT confirmed"
-    return f"Recommended: {chosen['candidate']}; it loses {chosen['loss']:.1f} points, {told} with another seed."
+    if not document["chosen"] or check is None:
+        return "Nothing that was tried keeps the wish."
+    cost = f"it loses {check['loss']:.1f} points ({check['lowest']:.1f} to {check['highest']:.1f})"
+    told = "confirmed" if check["holds"] else f"NOT confirmed: {check['why']}"
+    return f"Recommended: {document['chosen']}; {cost} on test images, {told}."
 
 
-def write_recommendation(out: Path, document: Mapping[str, Any], max_loss: float) -> Path:
+def nearest_text(document: Line) -> str:
+    """Return what comes nearest to a wish that nothing keeps."""
+    if not document["nearest"]:
+        return "Nothing with a guarantee could be trained."
+    told = "; ".join(f"{line['candidate']} ({line['loss']:.1f} points)" for line in document["nearest"])
+    return f"Nearest: {told}. Raise --max-loss, or ask for less protection."
+
+
+def write_recommendation(out: Path, document: Line) -> Path:
     """Write ``report.html`` to ``out`` and return its path."""
-    rows = [*document["lines"], *([{**document["check"], "candidate": "check"}] if document["check"] else [])]
-    body = "".join(f"<tr>{''.join(f'<td>{escape(_text(key, row[key]))}</td>' for key in HEADS)}</tr>" for row in rows)
-    heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS.values())
-    use = "<h2>Use it</h2><pre>gradveil train --config recommended.toml --out runs/protected</pre>"
+    chosen = document["chosen"]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>gradveil recommend</title><style>{STYLE} td {{ white-space: normal; }}</style></head><body>
+<title>gradveil recommend</title><style>{STYLE}
+td {{ white-space: normal; }} th, td {{ padding: .25rem .5rem; }} tr.chosen td {{ font-weight: 600; }}
+td:first-child {{ min-width: 15rem; }} td:last-child, th:last-child {{ text-align: left; }}</style></head><body>
 <h1>{escape(headline(document))}</h1>
-<p>The wish: {escape(document["promise"])}, at a loss of at most {max_loss:g} points. Without protection the model has
-an accuracy of {document["reference"]:.1%}.</p>
-<img alt="Accuracy of each candidate, beside that without protection"
-src="data:image/png;base64,{_picture(document, max_loss)}">
-<h2>What was tried</h2><div class="scroll"><table><tr>{heads}</tr>{body}</table></div>
-{use if document["chosen"] else ""}
-<h2>What it does not protect</h2><ul>{"".join(f"<li>{escape(text)}</li>" for text in NOT_PROTECTED)}</ul>
+<p>The wish: {escape(document["promise"])}, at a loss of at most {document["max_loss"]:g} points.
+{escape("" if chosen else nearest_text(document))}</p>
+<img alt="Accuracy of each candidate against the chance to pick an image; the table below says the same"
+src="data:image/png;base64,{_picture(document)}">
+<h2>What was tried</h2>
+<p>Accuracies in this table are of {document["held_out"]:,} training images that were held out; without protection
+{escape(document["model"])} has {document["reference"]:.1%}. Attackers had clients with one image each, and one update
+with the budget of the whole training; beside it stand a blind guess and the same attack without the defence.</p>
+{_table(HEADS, document["lines"], chosen)}
+{_verification(document["check"]) if document["check"] else ""}
+{_use(document["advice"]) if document["advice"] else ""}
 </body></html>
 """
     write_atomic(out / "report.html", page.encode())
     return out / "report.html"
 
 
-def _text(key: str, value: Any) -> str:  # noqa: ANN401 - a cell of any column
+def cell(key: str, line: Line) -> str:
+    """Return the text of a cell; attackers stand beside the blind guess and the undefended scene."""
+    value = line[key]
     if value is None:
         return "-"
+    if key == "psnr":
+        return f"{value:.1f} (blind {line['blind_psnr']:.1f}, undefended {line['psnr_undefended']:.1f})"
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.1%}" if key in ("accuracy", "identified_bound") else f"{value:.2f}"
+    return f"{value:.1%}" if key in SHARES else f"{value:.2f}"
 
 
-def _picture(document: Mapping[str, Any], max_loss: float) -> str:
-    """Return the accuracies beside what was allowed, as a PNG in base64; all candidates keep the same promise."""
-    import matplotlib as mpl
+def _table(heads: Mapping[str, str], lines: Iterable[Line], chosen: str) -> str:
+    body = []
+    for number, line in enumerate(lines, 1):
+        cells = "".join(
+            f"<td>{f'{number}. ' if key == 'candidate' else ''}{escape(cell(key, line))}</td>" for key in heads
+        )
+        body.append(f"<tr{' class=chosen' if line['candidate'] == chosen else ''}>{cells}</tr>")
+    titles = "".join(f"<th>{escape(head)}</th>" for head in heads.values())
+    return f'<div class="scroll"><table><tr>{titles}</tr>{"".join(body)}</table></div>'
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    tried = [line for line in document["lines"] if line["accuracy"] is not None]
-    colours = ["tab:green" if line["candidate"] == document["chosen"] else "tab:grey" for line in tried]
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.5 * len(tried)))
-    bars = axes.barh([line["candidate"] for line in tried], [100 * line["accuracy"] for line in tried], color=colours)
-    axes.bar_label(bars, fmt="%.1f %%", label_type="center", color="white")
-    reference = 100 * document["reference"]
-    axes.axvline(reference, color="black", label="without protection")
-    axes.axvline(reference - max_loss, color="black", linestyle=":", label="the largest loss allowed")
-    axes.set_xlim(0, 100)
-    axes.invert_yaxis()
-    axes.set_xlabel("test accuracy, %")
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.4, -0.25), ncols=2)
-    stream = BytesIO()
-    figure.savefig(stream, format="png", dpi=120, bbox_inches="tight")
-    plt.close(figure)
-    return base64.b64encode(stream.getvalue()).decode()
+def _verification(check: Line) -> str:
+    """Return the test accuracies, with and without the protection, one line per seed."""
+    rows = zip(check["accuracies"], check["references"], check["losses"], strict=True)
+    body = "".join(f"<tr><td>{n}</td><td>{a:.1%}</td><td>{b:.1%}</td><td>{c:.2f}</td></tr>"
+                   for n, (a, b, c) in enumerate(rows, 1))  # fmt: skip
+    heads = "".join(f"<th>{head}</th>" for head in ("Seed", "Protected", "Without protection", "Points lost"))
+    return f"""<h2>Verification</h2>
+<p>Trained on all training images and scored on the test images, which nothing before this has seen. Expected loss:
+{check["loss"]:.2f} points ({check["lowest"]:.2f} to {check["highest"]:.2f}). The guarantee of the training's own
+rows: {escape(_guarantee(check))}.</p><table><tr>{heads}</tr>{body}</table>"""
+
+
+def _guarantee(check: Line) -> str:
+    if check["epsilon"] is None:
+        return "none"
+    mu = "" if check["mu"] is None else f"\u03bc = {check['mu']:.3g}, "
+    return (
+        f"{mu}\u03b5 = {check['epsilon']:.3g}, picked of 1,000 with a chance of at most {check['identified_bound']:.1%}"
+    )
+
+
+def _use(advice: Line) -> str:
+    """Return the commands, the policy of a site, and what stays unprotected."""
+    attack = f"\n{advice['attack']}" if advice["attack"] else ""
+    return f"""<h2>Use it</h2>
+<p>These commands train the configuration (as the verification did), and attack it in its worst case:</p>
+<pre>{escape(advice["train"] + attack)}</pre>
+<p>Over Flower, with the policy of each site beside its own <code>partition-id</code>, <code>private-folder</code> and
+<code>data</code>:</p><pre>{escape(advice["flower"])}</pre><pre>{escape(advice["site"])}</pre>
+<h2>What it does not protect</h2>
+<ul>{"".join(f"<li>{escape(text)}</li>" for text in advice["unprotected"])}</ul>"""
+
+
+def _picture(document: Line) -> str:
+    """Return the figure as a PNG in base64."""
+    from gradveil.report.files import drawn  # matplotlib takes a second
+    from gradveil.report.recommendation_figure import draw
+
+    return base64.b64encode(drawn(draw(document), "png")).decode()

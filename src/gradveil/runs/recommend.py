@@ -1,100 +1,41 @@
-"""Recommend a protection: the least costly configuration that keeps a wish, and a check that it really does."""
+"""Recommend a protection: a staged search for the least costly configuration that keeps a wish, and its verification.
+
+1. Arithmetic rules out what can't keep the wish, and what is dominated by another one.
+2. Short trainings of all others, each of which spends all of its budget in a quarter of the rounds.
+3. Full trainings of the finalists; the standard attackers on each of them, in its worst case.
+4. The finalist that loses least is trained at half and twice the budget too, for the picture.
+5. The verification: trainings on all training images with several seeds, and only here test images.
+
+Stages 2 to 4 score on held-out training images. Finished parts are kept, so that a killed search goes on.
+"""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scipy.special import ndtri
-
-from gradveil.config import TrainSettings, names_options, setting, to_toml, with_absolute_paths
+from gradveil.config import TrainSettings, to_toml
 from gradveil.data import load_dataset
-from gradveil.defences.parts.accounting import poisson_noise
-from gradveil.defences.parts.gaussian_dp import CANDIDATES, epsilon_of, identification_bound, mu_of
+from gradveil.data.held_out import hold_out
 from gradveil.engines.simulation import Simulation
-from gradveil.errors import ConfigError, GradveilError
+from gradveil.errors import ConfigError
 from gradveil.report.recommendation import write_recommendation
-from gradveil.runs.train import train
+from gradveil.runs.advice import advise
+from gradveil.runs.candidates import ClientSizes, Protection, candidates
+from gradveil.runs.judged import check_of, judged, line_of
+from gradveil.runs.trials import Progress, TrialRuns
+from gradveil.runs.wish import Wish
+from gradveil.runs.worst_case import Figures, attacked, run_audit
 from gradveil.storage import write_atomic
-from gradveil.validate import in_range, one_of
 
-DELTA = 1e-5
-SERVERS, PROTECTED = ("honest", "malicious"), ("image", "membership", "client")
-HEAD_ROUNDS = 60
-"""Rounds in which a head on frozen features is trained."""
-ROUNDED = 3
-"""Digits of mu and of noise in the texts of defences; mu is rounded down and noise up."""
-
-Progress = Callable[[float, str], None]
-
-
-@dataclass(frozen=True)
-class RecommendSettings:
-    """What is to be protected, against whom, and what it may cost. The command line has one option per field."""
-
-    dataset: str = setting("mnist-5k", "A named set (gradveil list datasets), a .npz file or a folder of pictures.")
-    model: str = setting("lenet5", "The model that would be trained without protection; accuracy is compared with it.")
-    weights: str = setting("", "Weights of that model from public data; a head on its frozen trunk is tried too.")
-    aux: str = setting("", "Data set of public images, for features; by default two photographs.")
-    server: str = setting("honest", "The server: honest (it sums as agreed) or malicious (it may do anything).")
-    protect: str = setting("image", "What is protected: image (its content), membership, or client (all its images).")
-    max_loss: float = setting(1.0, "Largest loss of test accuracy in percentage points.")
-    identified: float = setting(0.02, "Largest chance to pick an image among 1,000, with --protect image.")
-    epsilon: float = setting(8.0, "Largest epsilon at delta 1e-5, with --protect membership or client.")
-    clients: int = setting(10, "Number of clients.")
-    partition: str = setting("iid", "How training images are divided among clients.")
-    rounds: int = setting(20, "Rounds of the unprotected training.")
-    epochs: int = setting(1, "Local epochs per round of the unprotected training.")
-    batch_size: int = setting(32, "Images per local step of the unprotected training.")
-    lr: float = setting(0.05, "Learning rate of the unprotected training.")
-    seed: int = setting(0, "Every random draw comes from this seed; the check takes the next one.")
-    device: str = setting("cpu", "cpu, cuda or cuda:1.")
-
-    @names_options
-    def __post_init__(self) -> None:
-        one_of("server", self.server, SERVERS)
-        one_of("protect", self.protect, PROTECTED)
-        in_range("max_loss", self.max_loss, 0, 100)
-        in_range("identified", self.identified, 1 / CANDIDATES, 1, open_low=True, open_high=True)
-        in_range("epsilon", self.epsilon, 0, open_low=True)
-        in_range("rounds", self.rounds, 1)
-        if self.protect == "client" and self.clients < 2:
-            raise ConfigError(
-                f"clients must be at least 2 to hide one among others, got {self.clients}. Raise --clients."
-            )
-        self.reference()
-
-    def reference(self) -> TrainSettings:
-        """Return the settings of the unprotected training."""
-        mine = asdict(self)
-        same = {name: mine[name] for name in TrainSettings.__dataclass_fields__ if name in mine}
-        return with_absolute_paths(TrainSettings(**same | {"aux": ""}))
-
-    @property
-    def mu(self) -> float:
-        """The largest mu that keeps the wish, rounded down."""
-        exact = (
-            ndtri(self.identified) - ndtri(1 / CANDIDATES) if self.protect == "image" else mu_of(self.epsilon, DELTA)
-        )
-        return float(int(float(exact) * 10**ROUNDED) / 10**ROUNDED)
-
-    @property
-    def promise(self) -> str:
-        """The wish as a sentence."""
-        if self.protect == "image":
-            return f"nobody picks a training image among {CANDIDATES:,} with a chance above {self.identified:.1%}"
-        whose = "whether an image was used" if self.protect == "membership" else "whether a client took part"
-        return f"nobody can tell {whose} (epsilon {self.epsilon:g} at delta {DELTA:g})"
-
-
-@dataclass(frozen=True)
-class Protection:
-    """A configuration that keeps the wish by proof, or the reason why it can't be one."""
-
-    name: str
-    training: TrainSettings | None
-    why_not: str = ""
+SHORT = 0.25
+"""Share of the rounds in a short training."""
+FINALISTS = 3
+"""Full trainings at most, of candidates with a proof; if asked for, of those without one too."""
+BUDGETS = (0.5, 2.0)
+"""Other budgets at which the best configuration is trained for the picture, in units of the wish's mu."""
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,153 +44,147 @@ class Recommendation:
 
     Attributes:
         out: the folder, with report.html and, if there is one, recommended.toml.
-        reference: accuracy of the unprotected training.
-        lines: one line per candidate: accuracy, points lost, mu, epsilon, whether it keeps the wish, and why not.
-        chosen: name of the recommended candidate, or "" if none keeps the wish.
-        check: the line of the chosen one with another seed, or None.
+        document: everything that the page shows, as in recommendation.json.
     """
 
     out: Path
-    reference: float
-    lines: list[dict[str, Any]]
-    chosen: str
-    check: dict[str, Any] | None
+    document: dict[str, Any]
+
+    @property
+    def lines(self) -> list[Line]:
+        """One per candidate: stage, accuracy, points lost, guarantee, attackers, and why it is not the one."""
+        return list(self.document["lines"])
+
+    @property
+    def chosen(self) -> str:
+        """The name of the recommended candidate, or "" if none keeps the wish."""
+        return str(self.document["chosen"])
 
     @property
     def confirmed(self) -> bool:
-        """Whether the check with another seed kept the wish too."""
-        return bool(self.check and self.check["holds"])
-
-    @property
-    def nearest(self) -> list[dict[str, Any]]:
-        """The two candidates that lose least, for a wish that none keeps."""
-        measured = [line for line in self.lines if line["loss"] is not None]
-        return sorted(measured, key=lambda line: float(line["loss"]))[:2]
-
-
-def candidates(settings: RecommendSettings, sizes: Iterable[int]) -> list[Protection]:
-    """Return the configurations to try; ``sizes`` are the numbers of images of the clients.
-
-    Each bounds what any attacker learns, by proof. Published obfuscations are not among them: all fall to an attacker
-    who knows them. Noise that is shared under secure aggregation holds only if the server keeps to the protocol.
-    """
-    reference, found = settings.reference(), list[Protection]()
-    trunks = {"patches": settings.aux}
-    if settings.weights:
-        trunks[f"frozen:network={settings.model.replace(',', ';')},weights={reference.weights}"] = ""
-    unit = ",unit=client" if settings.protect == "client" else ""
-    for model, aux in trunks.items():
-        name = model.partition(":")[0]
-        head = replace(
-            reference, model=model, weights="", aux=aux, rounds=HEAD_ROUNDS, defence=f"veil:mu={settings.mu:g}{unit}"
-        )
-        found.append(Protection(f"veil on {name}, noise at each client", head))
-        shared = replace(head, defence=f"{head.defence},at=sum", aggregation="secure") if settings.clients > 1 else None
-        reason = "the server may break secure aggregation" if settings.server == "malicious" else ""
-        reason = reason or ("" if shared else "there is only one client")
-        found.append(Protection(f"veil on {name}, noise shared in secure sums", None if reason else shared, reason))
-    return [*found, _whole(settings, reference, sizes)]
-
-
-def _whole(settings: RecommendSettings, reference: TrainSettings, sizes: Iterable[int]) -> Protection:
-    """Return dp-sgd on the user's own model."""
-    name = f"dp-sgd on {settings.model.partition(':')[0]}"
-    if settings.protect == "client":
-        return Protection(name, None, "it hides single images, not clients")
-    needed = []
-    for size in {size for size in sizes if size}:  # what the client needs whose images are in most danger
-        batch = min(reference.batch_size or size, size)
-        steps = reference.rounds * reference.epochs * -(-size // batch)
-        needed.append(poisson_noise(epsilon_of(settings.mu, DELTA), batch / size, steps, DELTA))
-    noise = (int(max(needed) * 10**ROUNDED) + 1) / 10**ROUNDED
-    return Protection(name, replace(reference, defence=f"dp-sgd:noise={noise:g}"))
+        """Whether the verification on all training images kept the wish too."""
+        check = self.document["check"]
+        return bool(check and check["holds"])
 
 
 def recommend(
-    settings: RecommendSettings,
+    wish: Wish,
     out: Path,
     *,
     workers: int | None = None,
     data_root: Path | None = None,
     progress: Progress = lambda share, doing: None,
 ) -> Recommendation:
-    """Train all candidates, choose the one that loses least, and check it with another seed; finished parts are kept.
+    """Search, choose, verify, and write everything to ``out``; the same call again goes on where it was killed.
 
-    The same call again goes on where a killed one stopped. Raises ConfigError if ``out`` holds another wish.
+    Raises ConfigError if ``out`` holds another wish, or if the wish can't be tried on this data.
     """
-    _claim(out, settings)
-    dataset = load_dataset(settings.dataset, data_root)
-    with Simulation(settings.reference(), workers=0, dataset=dataset, data_root=data_root) as simulation:
-        some = candidates(settings, simulation.sizes)
-    total, done = 3 + len(some), 0
-
-    def trained(training: TrainSettings, name: str, doing: str) -> dict[str, Any]:
-        nonlocal done
-        folder = out / "trainings" / name
-        rows = train(
-            training, folder, resume=folder.exists(), workers=workers, data_root=data_root,
-            progress=lambda rounds, row, text: progress((done + rounds / training.rounds) / total, doing),
-        ).rows  # fmt: skip
-        done += 1
-        return dict(rows[-1])
-
-    reference = float(trained(settings.reference(), "reference", "training without protection")["accuracy"])
-    lines = []
-    for number, candidate in enumerate(some):
-        try:
-            last = trained(candidate.training, str(number), candidate.name) if candidate.training else None
-        except GradveilError as error:
-            last, candidate = None, replace(candidate, why_not=str(error))
-        lines.append(_line(candidate, last, reference, settings))
+    _claim(out, wish)
+    whole = load_dataset(wish.dataset, data_root)
+    trials = TrialRuns(out, hold_out(whole, wish.held_out, wish.seed), whole, workers, data_root, progress)
+    sizes = _sizes(wish, trials)
+    every = candidates(wish, sizes)
+    left = [one for one in every if one.training is not None]
+    trials.expect(2 * len(left) + FINALISTS + 4 * wish.seeds)
+    reference = trials.compared(wish.reference(), "reference", "training without protection")["accuracy"]
+    short = _short(trials, wish, sizes, left)
+    finalists = _finalists(left, short)
+    full = {one.name: _row(trials, one, f"full-{every.index(one)}") for one in finalists}
+    attacks = _attacked(trials, [one for one in finalists if "accuracy" in full[one.name]], out)
+    lines = [judged(line_of(one, short, full, attacks), reference, wish) for one in every]
     kept = [line for line in lines if line["holds"]]
-    chosen = min(kept, key=lambda line: line["loss"])["candidate"] if kept else ""
-    check = None
-    best = next((one for one in some if one.name == chosen), None)
-    if best is not None and best.training is not None:
-        again = replace(best.training, seed=settings.seed + 1)
-        other = replace(settings.reference(), seed=settings.seed + 1)
-        accuracy = float(trained(other, "check-reference", "checking with another seed")["accuracy"])
-        check = _line(best, trained(again, "check", "checking with another seed"), accuracy, settings)
-        write_atomic(out / "recommended.toml", to_toml(best.training))
-    found = Recommendation(out, reference, lines, chosen, check)
-    document = {"reference": reference, "lines": lines, "chosen": chosen, "check": check, "promise": settings.promise}
+    best = _least(kept) or _least([line for line in lines if line["stage"] == "full"])
+    chosen = next((one for one in every if kept and best and one.name == best["candidate"]), None)
+    frontier = _frontier(trials, wish, sizes, best) if best else []
+    check, advice = None, None
+    if chosen is not None:
+        check = _verify(trials, wish, chosen, attacks.get(chosen.name, {}))
+        settings = attacks.get(chosen.name, {}).get("attack_settings", "")
+        advice = asdict(advise(chosen, wish, out, settings, data_root))
+    measured = sorted((line for line in lines if line["loss"] is not None), key=lambda line: float(line["loss"]))
+    document = {
+        "promise": wish.promise, "max_loss": wish.max_loss, "model": wish.model, "dataset": wish.dataset,
+        "mu": wish.mu, "held_out": len(trials.held.test), "reference": reference, "lines": lines,
+        "chosen": chosen.name if chosen else "", "frontier": frontier, "check": check, "advice": advice,
+        "nearest": [] if chosen else [line for line in measured if line["proven"]][:2],
+    }  # fmt: skip
     write_atomic(out / "recommendation.json", json.dumps(document, indent=1).encode())
-    write_recommendation(out, document, settings.max_loss)
-    return found
+    write_recommendation(out, document)
+    return Recommendation(out, document)
 
 
-def _line(
-    candidate: Protection, last: Mapping[str, Any] | None, reference: float, settings: RecommendSettings
-) -> dict[str, Any]:
-    """Return what a candidate costs and promises, and whether it keeps the wish."""
-    if last is None:
-        return {
-            **dict.fromkeys(("accuracy", "loss", "epsilon", "mu", "identified_bound")),
-            "candidate": candidate.name, "holds": False, "why": candidate.why_not, "defence": "", "model": "",
-        }  # fmt: skip
-    training: TrainSettings = candidate.training  # type: ignore[assignment]  # it was trained
-    loss = 100 * (reference - float(last["accuracy"]))
-    epsilon = last.get("epsilon")
-    mu = last.get("mu") or (mu_of(epsilon, DELTA) if epsilon else None)
-    within = mu is not None and mu <= settings.mu * 1.001
-    dear = f"loses {loss:.1f} points, more than {settings.max_loss:g}" if loss > settings.max_loss else ""
-    return {
-        "candidate": candidate.name,
-        "model": training.model,
-        "defence": training.defence,
-        "accuracy": last["accuracy"],
-        "loss": round(loss, 3),
-        "epsilon": epsilon,
-        "mu": mu,
-        "identified_bound": None if mu is None else identification_bound(mu),
-        "holds": within and not dear,
-        "why": dear or ("" if within else "its guarantee is weaker than the wish"),
-    }
+def _sizes(wish: Wish, trials: TrialRuns) -> ClientSizes:
+    """Return the clients' sizes and the size of the user's model. Raise ConfigError if there are too few images."""
+    try:
+        with Simulation(wish.reference(), workers=0, dataset=trials.held, data_root=trials.data_root) as simulation:
+            entries = sum(p.numel() for p in simulation.net.module.parameters() if p.requires_grad)
+            return ClientSizes([size for size in simulation.sizes if size], entries)
+    except ConfigError as error:
+        raise ConfigError(
+            f"The training must be possible without the {wish.held_out:.0%} of its images that are held out. {error}"
+        ) from error
 
 
-def _claim(out: Path, settings: RecommendSettings) -> None:
+def _short(trials: TrialRuns, wish: Wish, sizes: ClientSizes, left: Iterable[Protection]) -> dict[str, Line]:
+    """Train all that are left in a part of their rounds; return the last row of each, or why there is none."""
+    shorter = {one.name: one for one in candidates(wish, sizes, SHORT)}
+    return {one.name: _row(trials, shorter[one.name], f"short-{number}") for number, one in enumerate(left)}
+
+
+def _row(trials: TrialRuns, one: Protection, name: str) -> Line:
+    if one.training is None:  # in fewer rounds another one dominates it
+        return {"why": one.why_not}
+    return trials.tried(one.training, name, one.name)
+
+
+def _finalists(left: Iterable[Protection], short: dict[str, Line]) -> list[Protection]:
+    """Return the most accurate ones after short trainings, as many with a proof as without one."""
+    ranked = sorted(
+        (one for one in left if "accuracy" in short[one.name]), key=lambda one: -float(short[one.name]["accuracy"])
+    )
+    return [one for proven in (True, False) for one in [c for c in ranked if c.proven is proven][:FINALISTS]]
+
+
+def _attacked(trials: TrialRuns, finalists: list[Protection], out: Path) -> dict[str, Figures]:
+    def run(settings: Any, folder: Path) -> Any:  # noqa: ANN401 - an audit's settings and result
+        with trials.counting("attacking the finalists") as move:
+            return run_audit(settings, folder, trials.data_root, move)
+
+    return attacked(finalists, out, run)
+
+
+def _least(lines: list[Line]) -> Line | None:
+    """Return the line that loses least, or None if there is none."""
+    return min(lines, key=lambda line: float(line["loss"]), default=None)
+
+
+def _frontier(trials: TrialRuns, wish: Wish, sizes: ClientSizes, best: Line) -> list[Line]:
+    """Return the accuracy of the best configuration at other budgets, the wish's own included."""
+    found = [{"mu": wish.mu, "accuracy": best["accuracy"]}]
+    for factor in BUDGETS if best["proven"] else ():
+        other = wish.at(factor * wish.mu)
+        one = next((c for c in candidates(other, sizes) if c.name == best["candidate"] and c.training), None)
+        row = {} if one is None else _row(trials, one, f"budget-{factor:g}")
+        if "accuracy" in row:
+            found.append({"mu": other.mu, "accuracy": row["accuracy"]})
+    return sorted(found, key=lambda line: float(line["mu"]))
+
+
+def _verify(trials: TrialRuns, wish: Wish, chosen: Protection, figures: Figures) -> Line:
+    """Train the chosen configuration and the unprotected model on all training images, and look at test images."""
+    pairs = []
+    for seed in range(wish.seed, wish.seed + wish.seeds):
+        doing = f"verifying with seed {seed}"
+        training: TrainSettings = chosen.training  # type: ignore[assignment]  # it was trained
+        ours = trials.verified(replace(training, seed=seed), f"verify-{seed}", doing)
+        theirs = trials.verified(replace(wish.reference(), seed=seed), f"verify-reference-{seed}", doing)
+        pairs.append((ours, theirs))
+    return check_of(chosen, pairs, figures, wish)
+
+
+def _claim(out: Path, wish: Wish) -> None:
     """Note the wish in the folder. Raise ConfigError if it holds another one."""
-    path, text = out / "wish.toml", to_toml(settings)
+    path, text = out / "wish.toml", to_toml(wish)
     if path.exists():
         if path.read_bytes() != text:
             raise ConfigError(f"{out} must be new or hold the same wish, got another one. Choose another --out.")

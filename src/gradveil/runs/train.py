@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.config import TrainSettings
+from gradveil.data import Dataset
 from gradveil.engines.run_folder import RunFolder
 from gradveil.engines.simulation import Simulation
 from gradveil.engines.training import Progress, record
@@ -68,9 +69,12 @@ def train(
     resume: bool = False,
     workers: int | None = None,
     data_root: Path | None = None,
+    dataset: Dataset | None = None,
     progress: Progress = lambda done, row, doing: None,
 ) -> TrainResult:
     """Train a federated model and save everything in ``out``; continue the run there if ``resume``.
+
+    ``dataset`` takes the place of the one that the settings name, if it is given.
 
     The same settings give the same bits in the weights and in all of the rows but ``seconds``, whether or not the run
     was killed and resumed, and with any number of workers.
@@ -78,7 +82,9 @@ def train(
     started = time.perf_counter()
     with (
         RunFolder(out) as folder,
-        Simulation(settings, data_root=data_root, workers=workers, clients_folder=out / "clients") as simulation,
+        Simulation(
+            settings, data_root=data_root, workers=workers, clients_folder=out / "clients", dataset=dataset
+        ) as simulation,
     ):
         rows, clients = record(simulation, folder, simulation.dataset, resume=resume, progress=progress)
         draw_curves(rows, out)
