@@ -1,11 +1,16 @@
 """Learned inversion meets every defence, also one that names no countermove."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from gradveil.attacks import build_attack
 from gradveil.audits import audit
+from gradveil.audits.cells import check
 from gradveil.audits.settings import make_audit_settings
+from gradveil.data import load_dataset
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.registry import names
@@ -143,3 +148,55 @@ def test_an_audit_has_an_adaptive_row_for_ones_own_defence(tmp_path, mine):
     assert len(known) == 2
     assert all(row["defence"].endswith("mine.py:Backwards") for row in known)
     assert not (tmp_path / "run" / "scratch").exists()
+
+
+STATEFUL = '''
+"""A defence that can't be played without what a client kept from earlier rounds."""
+from dataclasses import dataclass
+from gradveil.defences import Defence
+from gradveil.errors import DefenceError
+
+@dataclass(frozen=True)
+class Stateful(Defence):
+    """Refuse to play without a key that only real clients have."""
+
+    def on_update(self, update, client):
+        """Look for the key."""
+        raise DefenceError("Defence 'stateful' needs the key of a client, got none.")
+'''
+
+
+@pytest.mark.parametrize("spec", ["lti:samples=40", "standard:iterations=4,samples=40"])
+def test_a_defence_that_cannot_be_played_without_a_clients_state_is_named(spec, tmp_path):
+    (tmp_path / "own.py").write_text(STATEFUL)
+    seen, _ = watched("none", "defence", targets=2)
+    seen._facts[Knowledge.DEFENCE] = build_defence(f"{tmp_path / 'own.py'}:Stateful")
+    found = build_attack(spec)(seen, torch.Generator().manual_seed(0))
+    assert "clients with public images can't be played: Defence 'stateful' needs the key" in found.why[0]
+    assert bool(found.images.isfinite().all()) == spec.startswith("standard")  # which still has its search
+
+
+@pytest.mark.parametrize("spec", ["lti:samples=40", "standard:iterations=4,samples=40", "cpa:iterations=4"])
+def test_an_update_with_nan_has_no_guess_and_changes_no_other(spec):
+    seen, _ = watched("none", targets=2)
+    whole = build_attack(spec)(seen, torch.Generator().manual_seed(0))
+    broken = {name: tensor.clone() for name, tensor in seen.updates.items()}
+    next(iter(broken.values()))[0].view(-1)[0] = torch.nan
+    found = build_attack(spec)(replace(seen, updates=broken), torch.Generator().manual_seed(0))
+    assert "NaN" in found.why[0]
+    assert found.images[0].isnan().all()
+    assert torch.allclose(found.images[1], whole.images[1], equal_nan=True, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["lti", "gs:start=lti", "standard"])
+def test_too_few_public_images_are_named_before_any_work(spec, tmp_path):
+    images = np.random.default_rng(0).integers(0, 255, (60, 1, 8, 8), dtype=np.uint8)
+    path, labels = tmp_path / "few.npz", np.arange(60) % 3
+    np.savez(path, x_train=images[:45], y_train=labels[:45], x_test=images[45:], y_test=labels[45:])
+    settings = make_audit_settings({"dataset": str(path), "attacks": spec, "targets": 1})
+    if spec == "standard":  # plays what needs fewer
+        return check(settings, load_dataset(str(path)))
+    with pytest.raises(ConfigError, match=r"needs at least 20 public images.*got 15\. Use a data set"):
+        audit(settings, tmp_path / "run", workers=0)
+    assert not (tmp_path / "run").exists()
+    return None

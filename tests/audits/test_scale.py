@@ -48,6 +48,15 @@ def test_a_search_that_simulates_too_many_local_steps_is_left_out_unless_it_simu
     assert "at most 1,000 local steps, got 1,200" in found["gs"]
 
 
+def test_a_batch_larger_than_the_layer_is_wide_is_left_out_by_name(many, small):
+    lab = {"dataset": many, "protocol": "lab", "clients": 2, "rounds": 1, "targets": 1, "images": 140}
+    found = reasons(small(attacks="cpa,spear,standard", model="mlp:hidden=100", **lab))
+    assert list(found) == ["cpa", "spear"]
+    assert "smaller than the Linear layer is wide (100), got 140" in found["cpa"]
+    assert "smaller than the first layer is wide (100), got 140" in found["spear"]
+    assert reasons(small(attacks="cpa,spear,standard", model="mlp:hidden=200", **lab)) == {}
+
+
 def test_only_attacked_clients_count(many, small):
     unequal = LARGE | {"partition": "label-parts"}  # one client has 100 images, the other 200
     assert len(reasons(small(dataset=many, attacks="gs,labels", **unequal | {"targets": 2}))) == 1

@@ -134,3 +134,10 @@ def test_the_work_of_a_defence_is_counted_in_operations():
     few, many = (relative_work(watched(build_defence(f"dcs2:steps={steps}")), batches(1)[0]) for steps in (5, 10))
     assert relative_work(watched(build_defence("prune")), batches(1)[0]) == 1
     assert 1.6 < many / few < 2.1
+
+
+def test_counting_ends_when_there_is_too_much_work():
+    seen, batch = watched(build_defence("dcs2:steps=40")), batches(1)[0]
+    whole = relative_work(seen, batch)
+    assert 5 < relative_work(seen, batch, most=5) < whole / 2
+    assert relative_work(seen, batch, most=2 * whole) == whole

@@ -28,6 +28,7 @@ class AnyAttack(Component, ABC):
             of several local steps.
         seeks: what the attack looks for: pictures (most find labels too), labels alone, or membership.
         most_images: images per update that the attack can search at most; 0 for any number.
+        fewest_public: public images that the attack needs at least.
         wants: knowledge that makes the attack much stronger, which audits grant unless told what to grant.
         weighs_knowledge: whether the attack, knowing the defence, itself decides how to use that. If not, an audit
             also plays the plain attack, and keeps the better guess.
@@ -39,6 +40,7 @@ class AnyAttack(Component, ABC):
     replays: ClassVar[bool] = False
     seeks: ClassVar[str] = "pictures"
     most_images: ClassVar[int] = 0
+    fewest_public: ClassVar[int] = 0
     weighs_knowledge: ClassVar[bool] = False
     wants: ClassVar[frozenset[Knowledge]] = frozenset()
 
@@ -47,6 +49,10 @@ class AnyAttack(Component, ABC):
         if self.most_images and images > self.most_images:
             return f"can search at most {self.most_images:,} images per update, got {images:,}"
         return ""
+
+    def out_of_reach(self, network: nn.Module, shape: tuple[int, int, int], images: int, local_steps: int) -> str:
+        """Return why the attack can't work on such updates of this network, known before any work, or "" if it can."""
+        return self.too_large(images, local_steps)
 
     def needs_for(self, *, single_step: bool) -> frozenset[Knowledge]:
         """Return the knowledge that the attack needs for updates of a single local step, or of several."""

@@ -114,6 +114,10 @@ class Cpa(Attack):
             return f"The batch must be smaller than the Linear layer is wide ({width}), got {images}. Use fewer images."
         return ""
 
+    def out_of_reach(self, network: nn.Module, shape: tuple[int, int, int], images: int, local_steps: int) -> str:
+        """Return why the updates have too many local steps, or the layer does not fit them, or ""."""
+        return self.too_large(images, local_steps) or self.unfit(network, shape, images).rstrip(".")
+
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Recover each target's batch; targets out of reach have no guess, and ``why`` says so."""
         count = seen.num_examples if seen.knows(Knowledge.NUM_EXAMPLES) else None

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.inversion_examples import fingerprint, forget_parts, played_examples
+from gradveil.attacks.parts.inversion_examples import FEWEST, fingerprint, forget_parts, played_examples
 from gradveil.attacks.parts.inverters import LEARNERS, Inverter, learn, load_inverter, save_inverter
 from gradveil.attacks.parts.labels import known_or_recovered
 from gradveil.attacks.parts.sketches import sketched
 from gradveil.defences.base import HOOKS, Defence
-from gradveil.errors import DataError
+from gradveil.errors import DataError, DefenceError
 from gradveil.progress import part
 from gradveil.scratch import scratch_file
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -54,6 +54,7 @@ class Lti(Attack):
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES, Knowledge.PUBLIC_DATA})
     replays: ClassVar[bool] = True
     most_images: ClassVar[int] = 64
+    fewest_public: ClassVar[int] = FEWEST
     weighs_knowledge: ClassVar[bool] = True
 
     samples: int = 2000
@@ -80,7 +81,10 @@ class Lti(Attack):
         labels = known_or_recovered(seen)
         if reason:
             return nothing(seen, labels, f"clients with public images can't be played: {reason}")
-        inverter = self.inverter(seen, rng)
+        try:
+            inverter = self.inverter(seen, rng)
+        except DefenceError as error:  # it needs a client's private state, which the server can't have
+            return nothing(seen, labels, f"clients with public images can't be played: {error}")
         images = self.guess(inverter, seen, seen.mean_gradients, labels)
         rebuilt = -10 * torch.tensor(inverter.error).clamp_min(1e-12).log10()
         told = f"learned from {self.samples:,} played updates; {rebuilt:.1f} dB on public images that were held out"

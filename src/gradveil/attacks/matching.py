@@ -91,6 +91,8 @@ class Matching(Attack):
         one_of("compile", self.compile, ["auto", "on", "off"])
         one_of("parts", self.parts, PARTS)
         object.__setattr__(self, "needs", self.needs | NEEDS.get(self.start, frozenset()))
+        if self.start == "lti":
+            object.__setattr__(self, "fewest_public", Lti.fewest_public)
 
     def too_large(self, images: int, local_steps: int) -> str:
         """Return why these updates are too large to search, or "".

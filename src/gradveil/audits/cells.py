@@ -20,6 +20,7 @@ from gradveil.audits.settings import AuditSettings
 from gradveil.audits.shadows import RoundShadows
 from gradveil.audits.tapping import attacked_clients
 from gradveil.audits.utility import price_cell
+from gradveil.audits.views import public_images
 from gradveil.data import Dataset, load_dataset
 from gradveil.data.auxiliary import joined, refuse_overlap
 from gradveil.data.federated import federate
@@ -77,6 +78,7 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
     without = left_out(settings, dataset)
     for spec in (spec for spec in settings.attacks if spec not in without):
         _check_shadows(spec, settings, dataset)
+        _check_public(spec, dataset)
         granted = knows | {Knowledge.DEFENCE} if settings.adaptive else knows
         several = _several(settings, dataset)
         needs = build_any_attack(spec).needs_for(single_step=not several)
@@ -109,6 +111,16 @@ def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -
             Canaries.beside(own, defence, FlatModel(changed), _sizes(settings, dataset), dataset.shape)
     _check_trainings(settings, dataset, defences)
     _check_together(settings, dataset)
+
+
+def _check_public(spec: str, dataset: Dataset) -> None:
+    """Raise if there are fewer public images than an attack needs."""
+    needed, there = build_any_attack(spec).fewest_public, len(public_images(dataset))
+    if there < needed:
+        raise ConfigError(
+            f"Attack {spec!r} needs at least {needed} public images, which are a part of the test images, got {there}. "
+            "Use a data set with more test images, or drop the attack."
+        )
 
 
 def _check_shadows(spec: str, settings: AuditSettings, dataset: Dataset) -> None:

@@ -1,10 +1,14 @@
-"""Which attacks of an audit can search updates of the size that clients send, known before any work."""
+"""Which attacks of an audit fit the network and the size of the updates that clients send, known before any work."""
+
+from torch import nn
 
 from gradveil.attacks import build_any_attack
 from gradveil.audits.settings import AuditSettings
 from gradveil.audits.tapping import attacked_clients
 from gradveil.data import Dataset
 from gradveil.data.federated import federate
+from gradveil.engines.devices import make_network
+from gradveil.engines.simulation import chosen_normalisation
 from gradveil.errors import ConfigError
 from gradveil.federated.protocol import LocalSettings, Protocol
 
@@ -13,18 +17,27 @@ SCALES = "labels,representations,boundary"
 
 
 def left_out(settings: AuditSettings, dataset: Dataset) -> dict[str, str]:
-    """Return the attacks that can't search the largest update of the audit, each with the reason and a way out.
+    """Return the attacks that don't fit the largest update of the audit, each with the reason and a way out.
 
     Raises:
         ConfigError: no attack is left.
     """
     local, images = update_size(settings, dataset)
     steps, whole = local.num_steps(images), images * clients_behind(settings)
-    reasons = {spec: build_any_attack(spec).too_large(whole, steps) for spec in settings.attacks}
+    network = _network(settings, dataset)
+    reasons = {
+        spec: build_any_attack(spec).out_of_reach(network, dataset.shape, whole, steps) for spec in settings.attacks
+    }
     found = {spec: f"{why}. {_way_out(settings, spec)}" for spec, why in reasons.items() if why}
     if len(found) == len(settings.attacks):
         raise ConfigError("No attack can run: " + " ".join(f"Attack {spec!r} {why}" for spec, why in found.items()))
     return found
+
+
+def _network(settings: AuditSettings, dataset: Dataset) -> nn.Module:
+    """Return the undefended network."""
+    training = settings.training("none", settings.seed)
+    return make_network(training, dataset.shape, dataset.num_classes, chosen_normalisation(settings.normalise, dataset))
 
 
 def update_size(settings: AuditSettings, dataset: Dataset) -> tuple[LocalSettings, int]:

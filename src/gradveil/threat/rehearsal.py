@@ -1,10 +1,14 @@
 """Rehearsals: a server plays clients that have its own public images, and looks at what they would send."""
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from gradveil.defences.base import Defence
 from gradveil.errors import ThreatModelError
@@ -72,17 +76,42 @@ def unplayable(seen: Observation) -> str:
     return ""
 
 
-def relative_work(seen: Observation, batch: Batch) -> float:
+def relative_work(seen: Observation, batch: Batch, most: float = math.inf) -> float:
     """Return the floating-point operations of playing a client, relative to one without a defence.
 
-    Operations are counted, not timed, so that the answer is the same on every machine.
+    Operations are counted, not timed, so that the answer is the same on every machine. Counting ends as soon as there
+    are more than ``most`` times as many; then the answer is just above ``most``.
     """
-    counts = []
-    for view in (seen, seen.without(Knowledge.DEFENCE)):
-        with FlopCounterMode(display=False) as counter:
-            rehearse(view, [batch], seed=0)
-        counts.append(counter.get_total_flops())
-    return float(counts[0] / max(1, counts[1]))
+    plain = _operations(seen.without(Knowledge.DEFENCE), batch, math.inf)
+    return _operations(seen, batch, most * max(1, plain)) / max(1, plain)
+
+
+def _operations(seen: Observation, batch: Batch, most: float) -> int:
+    """Return the operations of playing a client, or the first count above ``most``."""
+    with _Counter(most) as counter, suppress(_Enough):
+        rehearse(seen, [batch], seed=0)
+    return int(counter.total)
+
+
+class _Enough(BaseException):
+    """Ends a count. No Exception, so that no defence catches it."""
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
+    """Counts floating-point operations, by torch's own formulas."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most, self.total = most, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        if self.total > self.most:
+            raise _Enough
+        return result
 
 
 def _one_round(protocol: Protocol) -> Protocol:

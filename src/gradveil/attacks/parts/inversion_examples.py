@@ -130,6 +130,7 @@ def fingerprint(seen: Observation, *settings: object) -> str:
     spec = seen.defence.spec if known else ""
     round_played = repr((script.protocol, script.num_clients) if script else None)
     facts = [version("gradveil"), spec, repr(settings), round_played, repr(seen.network)]
-    tensors = {**seen.network.state_dict(), **{f"public {name}": tensor for name, tensor in seen.public.items()}}
+    broadcast = seen.public if known else {}  # only the defence looks at it
+    tensors = {**seen.network.state_dict(), **{f"public {name}": tensor for name, tensor in broadcast.items()}}
     images = {field.name: getattr(seen.public_data, field.name) for field in fields(Batch)}
     return digest_of(facts, own_files(spec), {**tensors, **images})
