@@ -9,7 +9,9 @@ import pytest
 
 from gradveil import cli
 from gradveil.config import TrainSettings
+from tests.engines import fake_nvflare
 
+fake_nvflare.use_if_missing()  # before any module that needs NVFlare is imported, also by doctests
 PROBES = Path(__file__).parent / "probes.py"
 
 

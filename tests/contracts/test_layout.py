@@ -17,7 +17,7 @@ ROOMS = [
     "report", "audits", "runs", "reproduce", "cli",
 ]  # fmt: skip
 """Each folder imports the foundation and folders to its left."""
-DOORS = {"__init__", "__main__", "flower", "tripwire"}
+DOORS = {"__init__", "__main__", "flower", "nvflare", "tripwire"}
 """What users import: it leads into the rooms and holds nothing itself."""
 SOURCE = Path(gradveil.__file__).parent
 

@@ -48,3 +48,9 @@ def test_the_price_of_veil_is_the_measured_one():
     page, wanted, _ = generated("veil", "veil", "defences.md")
     times = generated("veil", "veil", "defences.md", "sentence")[1]
     assert [text for text in (*wanted, *times) if text not in page] == []
+
+
+def test_what_nvflares_server_saw_is_the_measured_share():
+    page, wanted, document = generated("nvflare_simulator", "nvflare", "nvflare.md")
+    assert [text for text in wanted if text not in page] == []
+    assert all((row["zeros"] > 0.8) == (row["defence"] != "none") for row in document["rows"])

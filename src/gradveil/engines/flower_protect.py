@@ -10,25 +10,21 @@ is refused when the mod is made; `gradveil.flower.train` plays those.
 
 import logging
 import math
-import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
-from torch import Tensor
 
 from gradveil.defences import Defence, build_defence
-from gradveil.defences.base import HOOKS
-from gradveil.defences.chain import plans
-from gradveil.defences.parts.reports import Reports
 from gradveil.engines.messages import read_arrays
 from gradveil.engines.site_codes import code_of
-from gradveil.errors import ConfigError, DefenceError, DivergedError, MessageError
-from gradveil.federated.answers import check_kind
-from gradveil.federated.client import Device
-from gradveil.secret_stream import SecretStream
+from gradveil.engines.update_protection import (
+    MOST_METRICS,
+    ProtectionPlace,
+    change_of,
+    others_than_update,
+    protected_update,
+)
+from gradveil.errors import ConfigError, DefenceError, MessageError
 from gradveil.storage import PrivateFolder
 from gradveil.types import Tensors, Update
 from gradveil.validate import one_of
@@ -37,14 +33,7 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp.typing import ClientAppCallable  # isort: skip
 
 LOG = logging.getLogger("gradveil")
-STATISTICS = ("running_mean", "running_var")
-"""Last parts of the names of BatchNorm's running statistics in a state dict."""
-MOST_METRICS = 1000
-"""Largest number of numbers in the metrics of a reply: more could be a model."""
 _MOST_ENTRIES = 2**40
-_LATER = 2**62
-"""A round after all others: the newest state is wanted."""
-_ANSWERED = "gradveil.answered"
 _CODE = 6
 """Flower's code for a mod that can't do its work (ErrorCode.MOD_FAILED_PRECONDITION)."""
 
@@ -86,8 +75,7 @@ def protect(
 
 def _check_hooks(defence: Defence) -> None:
     """Raise ConfigError unless the defence works on updates and on nothing else."""
-    others = [hook for hook in HOOKS if hook != "on_update" and defence.overrides(hook)]
-    others += [name for name in ("planned", "training") if plans(defence, name)]
+    others = others_than_update(defence)
     if others:
         raise ConfigError(
             f"protect() takes defences that work on updates alone, got {defence.spec!r}, which also needs "
@@ -144,16 +132,13 @@ class ProtectMod:
         """Replace the trained weights in a reply by protected ones."""
         name = self._only_model(content)
         trained = read_arrays(content, name, None, _MOST_ENTRIES)
-        for key, tensor in trained.items():
-            if key not in received:
-                raise DefenceError(f"A reply must have names of the received model, got {key!r}. Send its state_dict.")
-            check_kind(key, tuple(tensor.shape), tensor.dtype, received[key])
-        start = {key: received[key] for key in trained}
         counted = _examples(content)
-        update = self._protected(self._update(start, trained, counted), start, context, told)
-        change = {**update.tensors, **update.buffers}
+        change = change_of(received, trained, counted, self.statistics)
+        start = {key: received[key] for key in trained}
+        update = self._protected(change, start, context, told)
+        moved = {**update.tensors, **update.buffers}
         content[name] = ArrayRecord({
-            key: start[key] + change[key] if key in change else tensor for key, tensor in trained.items()
+            key: start[key] + moved[key] if key in moved else tensor for key, tensor in trained.items()
         })  # fmt: skip
         if update.num_examples != counted:
             for metrics in content.metric_records.values():
@@ -175,41 +160,13 @@ class ProtectMod:
             raise DefenceError(f"The metrics must hold at most {MOST_METRICS} numbers, got {numbers}. Send fewer.")
         return arrays[0]
 
-    def _update(self, start: Tensors, trained: Tensors, counted: int) -> Update:
-        """Return the change of the weights, with that of running statistics as buffers; integers are left out."""
-        change = {key: t - start[key] for key, t in trained.items() if t.is_floating_point()}
-        moved = {key: change.pop(key) for key in list(change) if key.rpartition(".")[2] in STATISTICS}
-        if self.statistics == "refuse" and any(bool(tensor.ne(0).any()) for tensor in moved.values()):
-            raise DefenceError(
-                "Running statistics of BatchNorm must stay as received, as the defence does not protect them, got "
-                "other ones. Choose protect(statistics='received'), which sends back the server's, or 'send'."
-            )
-        if self.statistics != "send":
-            moved = {key: torch.zeros_like(tensor) for key, tensor in moved.items()}
-        return Update(change, counted, moved)
-
     def _protected(self, update: Update, start: Tensors, context: Context, told: int) -> Update:
         """Return the update after the defence, whose state is read from the private folder and saved there."""
         number = context.node_config.get("partition-id")
         number = number if isinstance(number, int) else None
-        folder = self._private_folder(context, number)
-        saved = None if folder is None else folder.load_state(_LATER)
-        state = dict(saved or {})
-        round_number = told if folder is None else int(state.pop(_ANSWERED, torch.tensor(0))) + 1
-        absent: list[Any] = [_Absent(what, self.defence) for what in ("data", "model")]
-        device = Device(absent[0], number or 0, state=state, folder=folder)
-        client = device.client(absent[1], SecretStream(secrets.randbits(256), "protect"))
-        client = replace(client, round=round_number, start=start, reports=Reports(self.defence.reports))
-        protected = self.defence.on_update(_copied(update), client)
-        _check_form(self.defence, protected, update)
-        if folder is not None:
-            folder.save_state(round_number, {**state, _ANSWERED: torch.tensor(round_number)})
-        elif state:
-            raise ConfigError(
-                f"Defence {self.defence.spec!r} keeps private state, got no folder for it. Name one in the node "
-                "config: --node-config \"private-folder='/srv/gradveil' partition-id=0\"."
-            )
-        return protected
+        name_one = "Name one in the node config: --node-config \"private-folder='/srv/gradveil' partition-id=0\"."
+        place = ProtectionPlace(number or 0, told, self._private_folder(context, number), name_one)
+        return protected_update(self.defence, update, start, place)
 
     def _private_folder(self, context: Context, number: int | None) -> PrivateFolder | None:
         """Return the folder of this run and client, or None if the site has named none."""
@@ -234,22 +191,6 @@ def private_folder(context: Context, otherwise: str | Path | None = None) -> Pat
     return Path(str(named)).expanduser() / f"run-{context.run_id}"
 
 
-def _check_form(defence: Defence, protected: Update, update: Update) -> None:
-    """Raise unless the defence returned finite tensors with the names, shapes and types of the update."""
-    for found, wanted in ((protected.tensors, update.tensors), (protected.buffers, update.buffers)):
-        if {key: (t.shape, t.dtype) for key, t in found.items()} != {k: (t.shape, t.dtype) for k, t in wanted.items()}:
-            raise DefenceError(
-                f"Defence {defence.spec!r} must keep the names, shapes and types of an update in a mod, got others. "
-                "Use gradveil's own app, whose server can undo that (docs/flower.md)."
-            )
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in found.values()):
-            raise DivergedError("The protected update must be finite, got NaN or infinity. Lower the learning rate.")
-
-
-def _copied(update: Update) -> Update:
-    return replace(update, tensors={key: tensor.clone() for key, tensor in update.tensors.items()})
-
-
 def _told_round(content: RecordDict) -> int:
     """Return the round that the server states, or 1."""
     told = [record.get("server-round") for record in content.config_records.values()]
@@ -269,21 +210,3 @@ def _metric(record: MetricRecord, key: str) -> float | None:
 
 def _count(value: object) -> int:
     return len(value) if isinstance(value, list) else 1
-
-
-class _Absent:
-    """Stands for a part of the client that a mod does not have; a defence that reads it sends nothing."""
-
-    def __init__(self, what: str, defence: Defence) -> None:
-        self._what, self._spec = what, defence.spec
-
-    def _refuse(self, *_: object, **__: Mapping[str, Any]) -> NoReturn:
-        raise DefenceError(
-            f"Defence {self._spec!r} reads the client's {self._what}, which a mod does not have. Train with "
-            "gradveil.flower.train inside your train function."
-        )
-
-    def __getattr__(self, name: str) -> Tensor:
-        self._refuse()
-
-    __len__ = __iter__ = __getitem__ = __call__ = _refuse
