@@ -6,13 +6,14 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gradveil.config import make_train_settings, read_settings
 from gradveil.data import load_dataset
 from gradveil.defences import planned_defence
 from gradveil.defences.parts.gaussian_dp import epsilon_of, identification_bound
-from gradveil.errors import ConfigError
+from gradveil.errors import ConfigError, DataError
 from gradveil.federated.budgets import weakest_budget
 from gradveil.federated.protocol import Protocol
 from gradveil.report.recommendation import headline
@@ -22,6 +23,7 @@ from gradveil.runs.advice import run_config, unprotected
 from gradveil.runs.candidates import ClientSizes, Protection, candidates, undominated
 from gradveil.runs.judged import check_of, judged, line_of, picked_of
 from gradveil.runs.recommend import recommend
+from gradveil.runs.train import train
 from gradveil.runs.wish import DELTA, Wish
 from gradveil.runs.worst_case import breaks, scene, strongest
 
@@ -35,7 +37,7 @@ def played(monkeypatch):
     """Let trainings and attacks end at once; return the folder's name, settings and data of each training."""
     calls = []
 
-    def train(training, folder, *, dataset, progress, **_):
+    def end(training, folder, *, dataset, progress, **_):
         calls.append((folder.name, training, dataset))
         rounds = 0.0001 * training.rounds
         accuracy = {"logistic": 0.9, "patches": 0.85}[training.model] + rounds
@@ -53,9 +55,9 @@ def played(monkeypatch):
              "blind_psnr": 12.0, "identified": float(defence == "none"), "images": 1, "candidates": 1000}
             for defence in settings.defences for knowing in (False, True) if (defence, knowing) != ("none", True)
         ]  # fmt: skip
-        return type("Result", (), {"rows": rows})
+        return type("Result", (), {"rows": rows, "failed": {}})
 
-    monkeypatch.setattr(trials, "train", train)
+    monkeypatch.setattr(trials, "train", end)
     monkeypatch.setattr(module, "run_audit", attack)
     return calls
 
@@ -204,6 +206,28 @@ def test_another_wish_needs_another_folder(played, tmp_path):
         recommend(SMALL, tmp_path / "other")
 
 
+def test_a_wish_that_can_not_be_tried_leaves_the_folder_free(played, tmp_path):
+    with pytest.raises(DataError, match="must exist"):
+        recommend(replace(SMALL, dataset="none.npz"), tmp_path / "r")
+    with pytest.raises(ConfigError, match=r"^Weights .* must be a readable"):
+        recommend(replace(SMALL, weights="none.safetensors"), tmp_path / "r")
+    assert recommend(SMALL, tmp_path / "r").confirmed
+
+
+def test_finalists_that_no_attack_fits_say_so(played, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise ConfigError("Attack 'standard' needs smaller images.")
+
+    monkeypatch.setattr(module, "run_audit", refuse)
+    found = recommend(SMALL, tmp_path / "r")
+    assert found.confirmed
+    assert found.document["advice"]["attack"] == ""
+    assert "needs smaller images" in (tmp_path / "r" / "report.html").read_text()
+    measured = recommend(replace(SMALL, proof="measured", max_loss=0.5), tmp_path / "measured")
+    assert not measured.confirmed
+    assert any("which shows nothing" in line["why"] for line in measured.lines)
+
+
 def test_images_that_are_missing_after_holding_out_are_named(tmp_path):
     with pytest.raises(ConfigError, match="without the 20% of its images that are held out"):
         recommend(replace(SMALL, clients=10, partition="iid:images=400"), tmp_path / "r")
@@ -294,11 +318,24 @@ def test_what_is_not_protected_says_what_single_updates_would_leak():
 
 
 @pytest.mark.slow
-def test_it_runs_as_it_is_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_it_runs_as_it_is_on_ones_own_data_and_model_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr("gradveil.runs.candidates.HEAD_ROUNDS", (4,))
     monkeypatch.setattr("gradveil.runs.worst_case.ATTACK", "gs:iterations=5")
     monkeypatch.setattr("gradveil.runs.worst_case.CLIENTS", 2)
-    wish = replace(SMALL, rounds=1, max_loss=100, seeds=1)
+    digits = load_dataset("mnist-5k")
+    np.savez(
+        tmp_path / "mine.npz",
+        x_train=digits.train.images[::40], y_train=digits.train.labels[::40],
+        x_test=digits.test.images[::40], y_test=digits.test.labels[::40],
+    )  # fmt: skip
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n"
+    )
+    own = {"dataset": str(tmp_path / "mine.npz"), "model": f"{tmp_path / 'mine.py'}:net", "partition": "iid"}
+    wish = replace(SMALL, rounds=1, max_loss=100, seeds=1, **own)
     found = recommend(wish, tmp_path / "r", workers=0)
     assert found.confirmed
     assert recommend(wish, tmp_path / "r", workers=0).document == found.document
+    settings = make_train_settings(read_settings(tmp_path / "r" / "recommended.toml"))
+    again = train(settings, tmp_path / "again", workers=0)
+    assert again.accuracy == found.document["check"]["accuracies"][0]

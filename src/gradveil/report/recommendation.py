@@ -52,7 +52,7 @@ src="data:image/png;base64,{_picture(document)}">
 <p>Accuracies in this table are of {document["held_out"]:,} training images that were held out; without protection
 {escape(document["model"])} has {document["reference"]:.1%}. Attackers had clients with one image each, and one update
 with the budget of the whole training; beside it stand a blind guess and the same attack without the defence.</p>
-{_table(HEADS, document["lines"], chosen)}
+{_table(HEADS, document["lines"], chosen)}{_not_attacked(document["lines"])}
 {_verification(document["check"]) if document["check"] else ""}
 {_use(document["advice"]) if document["advice"] else ""}
 </body></html>
@@ -67,7 +67,9 @@ def cell(key: str, line: Line) -> str:
     if value is None:
         return "-"
     if key == "psnr":
-        return f"{value:.1f} (blind {line['blind_psnr']:.1f}, undefended {line['psnr_undefended']:.1f})"
+        beside = (("blind", line["blind_psnr"]), ("undefended", line["psnr_undefended"]))
+        told = ", ".join(f"{what} {psnr:.1f}" for what, psnr in beside if psnr is not None)
+        return f"{value:.1f} ({told})"
     if not isinstance(value, float):
         return str(value)
     return f"{value:.1%}" if key in SHARES else f"{value:.2f}"
@@ -82,6 +84,12 @@ def _table(heads: Mapping[str, str], lines: Iterable[Line], chosen: str) -> str:
         body.append(f"<tr{' class=chosen' if line['candidate'] == chosen else ''}>{cells}</tr>")
     titles = "".join(f"<th>{escape(head)}</th>" for head in heads.values())
     return f'<div class="scroll"><table><tr>{titles}</tr>{"".join(body)}</table></div>'
+
+
+def _not_attacked(lines: Iterable[Line]) -> str:
+    """Return why finalists could not be attacked, or nothing."""
+    told = [f"{line['candidate']}: {line['why_not_attacked']}" for line in lines if line["why_not_attacked"]]
+    return f"<p>Not attacked: {escape('; '.join(told))}</p>" if told else ""
 
 
 def _verification(check: Line) -> str:

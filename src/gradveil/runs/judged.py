@@ -11,6 +11,8 @@ from gradveil.runs.worst_case import Figures, breaks
 
 ROUNDING = 1.001
 """Guarantees that exceed the wish by less than this factor keep it: texts are rounded."""
+FOUGHT = ("psnr", "blind_psnr", "psnr_undefended", "identified", "attacked", "candidates", "why_not_attacked")
+"""What lines tell of the attackers."""
 Line = dict[str, Any]
 
 
@@ -23,10 +25,12 @@ def line_of(
     row, training = stages.get(stage, {}), one.training
     told = {key: row.get(key) for key in ("accuracy", "epsilon", "mu")}
     told["identified_bound"] = picked_of(told["epsilon"], told["mu"])
-    fought = {key: attacks.get(one.name, {}).get(key) for key in ("psnr", "blind_psnr", "psnr_undefended")}
+    fought = {
+        key: attacks.get(one.name, {}).get(key) for key in ("psnr", "blind_psnr", "psnr_undefended", "why_not_attacked")
+    }
     found = {key: attacks.get(one.name, {}).get(key) for key in ("identified", "attacked", "candidates")}
     return {
-        "candidate": one.name, "proven": one.proven, "stage": stage, **told, **fought, **found,
+        "candidate": one.name, "proven": one.proven, "stage": stage, **told, **fought,
         "model": training.model if training else "", "defence": training.defence if training else "",
         "aggregation": training.aggregation if training else "", "signal": one.signal,
         "why": one.why_not or row.get("why", ""),

@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gradveil.audits.run import AuditResult
+from gradveil.audits.settings import AuditSettings
 from gradveil.config import TrainSettings, to_toml
-from gradveil.data import load_dataset
+from gradveil.data import Dataset, load_dataset
 from gradveil.data.held_out import hold_out
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
@@ -79,11 +81,12 @@ def recommend(
 
     Raises ConfigError if ``out`` holds another wish, or if the wish can't be tried on this data.
     """
-    _claim(out, wish)
+    _refuse_other_wish(out, wish)
     whole = load_dataset(wish.dataset, data_root)
     trials = TrialRuns(out, hold_out(whole, wish.held_out, wish.seed), whole, workers, data_root, progress)
     sizes = _sizes(wish, trials)
     every = candidates(wish, sizes)
+    write_atomic(out / "wish.toml", to_toml(wish))  # from here on the folder is this wish's
     left = [one for one in every if one.training is not None]
     trials.expect(2 * len(left) + FINALISTS + 4 * wish.seeds)
     reference = trials.compared(wish.reference(), "reference", "training without protection")["accuracy"]
@@ -116,13 +119,18 @@ def recommend(
 def _sizes(wish: Wish, trials: TrialRuns) -> ClientSizes:
     """Return the clients' sizes and the size of the user's model. Raise ConfigError if there are too few images."""
     try:
-        with Simulation(wish.reference(), workers=0, dataset=trials.held, data_root=trials.data_root) as simulation:
-            entries = sum(p.numel() for p in simulation.net.module.parameters() if p.requires_grad)
-            return ClientSizes([size for size in simulation.sizes if size], entries)
+        return _sizes_in(wish, trials, trials.held)
     except ConfigError as error:
+        _sizes_in(wish, trials, trials.whole)  # raises if the wish is wrong in itself
         raise ConfigError(
             f"The training must be possible without the {wish.held_out:.0%} of its images that are held out. {error}"
         ) from error
+
+
+def _sizes_in(wish: Wish, trials: TrialRuns, dataset: Dataset) -> ClientSizes:
+    with Simulation(wish.reference(), workers=0, dataset=dataset, data_root=trials.data_root) as simulation:
+        entries = sum(p.numel() for p in simulation.net.module.parameters() if p.requires_grad)
+        return ClientSizes([size for size in simulation.sizes if size], entries)
 
 
 def _short(trials: TrialRuns, wish: Wish, sizes: ClientSizes, left: Iterable[Protection]) -> dict[str, Line]:
@@ -146,7 +154,7 @@ def _finalists(left: Iterable[Protection], short: dict[str, Line]) -> list[Prote
 
 
 def _attacked(trials: TrialRuns, finalists: list[Protection], out: Path) -> dict[str, Figures]:
-    def run(settings: Any, folder: Path) -> Any:  # noqa: ANN401 - an audit's settings and result
+    def run(settings: AuditSettings, folder: Path) -> AuditResult:
         with trials.counting("attacking the finalists") as move:
             return run_audit(settings, folder, trials.data_root, move)
 
@@ -182,14 +190,11 @@ def _verify(trials: TrialRuns, wish: Wish, chosen: Protection, figures: Figures)
     return check_of(chosen, pairs, figures, wish)
 
 
-def _claim(out: Path, wish: Wish) -> None:
-    """Note the wish in the folder. Raise ConfigError if it holds another one."""
-    path, text = out / "wish.toml", to_toml(wish)
+def _refuse_other_wish(out: Path, wish: Wish) -> None:
+    """Raise ConfigError if the folder holds another wish, or other files."""
+    path = out / "wish.toml"
     if path.exists():
-        if path.read_bytes() != text:
+        if path.read_bytes() != to_toml(wish):
             raise ConfigError(f"{out} must be new or hold the same wish, got another one. Choose another --out.")
-        return
-    if out.exists() and any(out.iterdir()):
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} must be new or empty, got a folder with other files. Choose another --out.")
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text)

@@ -15,6 +15,7 @@ from scipy.stats import binom
 from gradveil.audits.run import AuditResult, audit
 from gradveil.audits.settings import AuditSettings, make_audit_settings
 from gradveil.config import TrainSettings, to_toml
+from gradveil.errors import ConfigError, DefenceError
 from gradveil.runs.candidates import Protection
 from gradveil.storage import write_atomic
 
@@ -51,17 +52,24 @@ def attacked(
             groups.setdefault(key, []).append(one)
     found: dict[str, Figures] = {}
     for number, group in enumerate(groups.values()):
-        training = group[0].training
-        assert training is not None  # noqa: S101 - for the type checker
-        settings = scene(training, list(dict.fromkeys(one.worst for one in group)))
-        write_atomic(out / f"attack-{number}.toml", to_toml(settings))
-        rows = run(settings, out / f"attack-{number}").rows
-        control = strongest(rows, "none")
-        for one in group:
-            found[one.name] = strongest(rows, one.worst) | {
-                "psnr_undefended": control["psnr"], "attack_settings": f"attack-{number}.toml"
-            }  # fmt: skip
+        found |= _fought(group, out / f"attack-{number}", run)
     return found
+
+
+def _fought(
+    group: Sequence[Protection], out: Path, run: Callable[[AuditSettings, Path], AuditResult]
+) -> dict[str, Figures]:
+    """Attack candidates that train the same network; if no attack could be run, say why."""
+    training: TrainSettings = group[0].training  # type: ignore[assignment]  # all have been trained
+    try:
+        settings = scene(training, list(dict.fromkeys(one.worst for one in group)))
+        result = run(settings, out)
+    except (ConfigError, DefenceError) as error:
+        return {one.name: strongest([], "") | {"why_not_attacked": str(error)} for one in group}
+    write_atomic(out.with_suffix(".toml"), to_toml(settings))
+    control, why = strongest(result.rows, "none")["psnr"], "; ".join(dict.fromkeys(result.failed.values()))
+    common = {"psnr_undefended": control, "attack_settings": out.with_suffix(".toml").name, "why_not_attacked": why}
+    return {one.name: strongest(result.rows, one.worst) | common for one in group}
 
 
 def strongest(rows: Iterable[Mapping[str, Any]], defence: str) -> Figures:
