@@ -58,6 +58,8 @@ def test_learning_rate_by_hand():
 class FakeEngine:
     """An engine whose clients each send their number plus one."""
 
+    fewest = 0
+
     def __init__(self):
         self.calls = []
 
