@@ -25,10 +25,7 @@ def line_of(
     row, training = stages.get(stage, {}), one.training
     told = {key: row.get(key) for key in ("accuracy", "epsilon", "mu")}
     told["identified_bound"] = picked_of(told["epsilon"], told["mu"])
-    fought = {
-        key: attacks.get(one.name, {}).get(key) for key in ("psnr", "blind_psnr", "psnr_undefended", "why_not_attacked")
-    }
-    found = {key: attacks.get(one.name, {}).get(key) for key in ("identified", "attacked", "candidates")}
+    fought = {key: attacks.get(one.name, {}).get(key) for key in FOUGHT}
     return {
         "candidate": one.name, "proven": one.proven, "stage": stage, **told, **fought,
         "model": training.model if training else "", "defence": training.defence if training else "",
