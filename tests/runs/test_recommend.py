@@ -150,6 +150,9 @@ def test_only_finalists_are_trained_in_full_and_attacked(played, tmp_path):
     short = [name for name, _, _ in played if name.startswith("short")]
     assert len(full) == module.FINALISTS < len(short)
     assert all((line["psnr"] == 9.0) == (line["stage"] == "full") for line in found.lines)
+    dear = recommend(replace(SMALL, max_loss=2.0), tmp_path / "dear").lines
+    assert all((line["psnr"] == 9.0) == (line["stage"] == "full" and line["loss"] <= 2) for line in dear)
+    assert any(line["stage"] == "full" and line["loss"] > 2 for line in dear)
     ruled_out = [line for line in found.lines if line["stage"] == "arithmetic"]
     assert ruled_out
     assert all(line["why"] and line["accuracy"] is None for line in ruled_out)
@@ -321,7 +324,6 @@ def test_what_is_not_protected_says_what_single_updates_would_leak():
 def test_it_runs_as_it_is_on_ones_own_data_and_model_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr("gradveil.runs.candidates.HEAD_ROUNDS", (4,))
     monkeypatch.setattr("gradveil.runs.worst_case.ATTACK", "gs:iterations=5")
-    monkeypatch.setattr("gradveil.runs.worst_case.CLIENTS", 2)
     digits = load_dataset("mnist-5k")
     np.savez(
         tmp_path / "mine.npz",

@@ -2,7 +2,7 @@
 
 1. Arithmetic rules out what can't keep the wish, and what is dominated by another one.
 2. Short trainings of all others, each of which spends all of its budget in a quarter of the rounds.
-3. Full trainings of the finalists; the standard attackers on each of them, in its worst case.
+3. Full trainings of the finalists; the standard attackers on those that lose little enough, in their worst case.
 4. The finalist that loses least is trained at half and twice the budget too, for the picture.
 5. The verification: trainings on all training images with several seeds, and only here test images.
 
@@ -10,6 +10,7 @@ Stages 2 to 4 score on held-out training images. Finished parts are kept, so tha
 """
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -88,12 +89,13 @@ def recommend(
     every = candidates(wish, sizes)
     write_atomic(out / "wish.toml", to_toml(wish))  # from here on the folder is this wish's
     left = [one for one in every if one.training is not None]
-    trials.expect(2 * len(left) + FINALISTS + 4 * wish.seeds)
+    trials.expect(2 + len(left) + min(FINALISTS, len(left)) + len(BUDGETS) + 2 * wish.seeds)
     reference = trials.compared(wish.reference(), "reference", "training without protection")["accuracy"]
     short = _short(trials, wish, sizes, left)
     finalists = _finalists(left, short)
     full = {one.name: _row(trials, one, f"full-{every.index(one)}") for one in finalists}
-    attacks = _attacked(trials, [one for one in finalists if "accuracy" in full[one.name]], out)
+    good = [one for one in finalists if _lost(full[one.name], reference) <= wish.max_loss]
+    attacks = _attacked(trials, good, out)
     lines = [judged(line_of(one, short, full, attacks), reference, wish) for one in every]
     kept = [line for line in lines if line["holds"]]
     best = _least(kept) or _least([line for line in lines if line["stage"] == "full"])
@@ -151,6 +153,11 @@ def _finalists(left: Iterable[Protection], short: dict[str, Line]) -> list[Prote
         (one for one in left if "accuracy" in short[one.name]), key=lambda one: -float(short[one.name]["accuracy"])
     )
     return [one for proven in (True, False) for one in [c for c in ranked if c.proven is proven][:FINALISTS]]
+
+
+def _lost(row: Line, reference: float) -> float:
+    """Return the points that a training lost; infinite if there was none."""
+    return 100 * (reference - float(row["accuracy"])) if "accuracy" in row else math.inf
 
 
 def _attacked(trials: TrialRuns, finalists: list[Protection], out: Path) -> dict[str, Figures]:

@@ -19,8 +19,9 @@ from gradveil.errors import ConfigError, DefenceError
 from gradveil.runs.candidates import Protection
 from gradveil.storage import write_atomic
 
-CLIENTS = 4
-"""Clients in the scene, with one image each; fewer than in the training, which is easier for an attacker."""
+CLIENTS = {"none": 4, "secure": 2}
+"""Clients in the scene, with one image each. A sum has few of them, which is easier for an attacker: its noise is the
+same for any number of clients."""
 ATTACK = "standard:effort=quick"
 UNLIKELY = 0.01
 """Picking so many images by chance alone, if the bound holds, counts as broken below this probability."""
@@ -29,11 +30,12 @@ Figures = dict[str, Any]
 
 def scene(training: TrainSettings, defences: Sequence[str]) -> AuditSettings:
     """Return the settings of the audit that attacks these defences of one configuration."""
+    clients = CLIENTS[training.aggregation]
     return make_audit_settings(
         {
             "dataset": training.dataset, "model": training.model, "weights": training.weights, "aux": training.aux,
             "defences": list(defences), "attacks": [ATTACK], "adaptive": True, "protocol": "lab", "images": 1,
-            "partition": "iid:images=1", "clients": CLIENTS, "rounds": 1, "targets": CLIENTS, "sensitive": "",
+            "partition": "iid:images=1", "clients": clients, "rounds": 1, "targets": clients, "sensitive": "",
             "aggregation": training.aggregation, "seed": training.seed, "device": training.device,
         }
     )  # fmt: skip
