@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset
 from gradveil.defences import Defence
 from gradveil.engines.run_folder import RunFolder, fingerprint, to_lines
+from gradveil.engines.saved_rounds import save_round
 from gradveil.engines.tripwire import hearing
 from gradveil.errors import DivergedError, RunFolderError
 from gradveil.federated.budgets import budget_fields, weakest_budget
@@ -25,7 +25,6 @@ from gradveil.federated.server import Engine, Round, ScoreRequest, learning_rate
 from gradveil.registry import own_files
 from gradveil.rows import COLUMNS, Schema
 from gradveil.storage import save_tensors, write_atomic
-from gradveil.types import Update
 
 MOST_PERSONAL = 200
 """At most this many clients with their own models are scored on all test images at the end."""
@@ -211,7 +210,7 @@ def record(
         rows, done = list(checkpoint.rows), checkpoint.round
     progress(done, rows[-1] if rows else None, "training")
     if not (rows and settings.rounds == 0):
-        for row in training.run(done + 1, lambda played: _save_round(out, played, settings)):
+        for row in training.run(done + 1, lambda played: save_round(out, played, settings, dataset)):
             number = int(str(row["round"]))
             if several(number, settings.rounds) and at_chance(row, dataset.test.labels):
                 row["at_chance"] = True
@@ -223,35 +222,6 @@ def record(
     save_tensors(out / "model.safetensors", training.model, {"round": str(settings.rounds), "model": settings.model})
     write_atomic(out / "clients.jsonl", to_lines(clients))
     return rows, clients
-
-
-def _save_round(out: Path, played: Round, settings: TrainSettings) -> None:
-    """Save the model that a chosen round began with and each client's update, as a server would have them."""
-    if played.number not in settings.save_rounds:
-        return
-    folder = out / "rounds" / f"{played.number:06d}"
-    how = Protocol.of(settings).local
-    facts = {
-        "round": str(played.number),
-        "model": settings.model,
-        "defence": settings.defence,
-        "algorithm": how.algorithm,
-        "epochs": str(how.epochs),
-        "batch_size": str(how.batch_size),
-        "lr": repr(learning_rate(settings, played.number)),
-        "momentum": repr(how.momentum),
-        "nesterov": str(how.nesterov).lower(),
-        "batch_norm": how.batch_norm,
-        "weight_decay": repr(how.weight_decay),
-        "normalise": settings.normalise,
-    }
-    save_tensors(folder / "model.safetensors", played.received, facts)
-    seen: Mapping[str, Update] = {str(client): update for client, update in played.sent.items()}
-    if settings.aggregation == "secure":
-        seen = {str(client): played.sent[client] for client in played.early} | {"mean": played.mean}
-    for client, update in seen.items():
-        own = {"client": client, "num_examples": str(update.num_examples), "buffers": ",".join(update.buffers)}
-        save_tensors(folder / f"update-{client}.safetensors", {**update.tensors, **update.buffers}, facts | own)
 
 
 @contextmanager
