@@ -1,0 +1,96 @@
+"""The parts of examples/hospital: keys that TLS and Flower accept, policies that sites can read, commands that fit."""
+
+import importlib
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from gradveil.config import make_train_settings
+from gradveil.data import load_dataset
+from gradveil.engines.site_policy import agree, read_policy
+
+FOLDER = Path(__file__).parents[2] / "examples" / "hospital"
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Return the modules of the example."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    found = importlib.import_module("keys"), importlib.import_module("run")
+    yield found
+    for module in found:
+        sys.modules.pop(module.__name__)
+
+
+def handshake(server, client, name):
+    """Return the name that a TLS client has verified."""
+    one, other = socket.socketpair()
+    with one, other:
+        thread = threading.Thread(target=lambda: server.wrap_socket(one, server_side=True).close())
+        thread.start()
+        try:
+            with client.wrap_socket(other, server_hostname=name) as connection:
+                return connection.getpeercert()["subject"]
+        finally:
+            other.close()
+            thread.join(10)
+
+
+def test_the_certificate_is_the_servers_and_of_the_authority(parts, tmp_path):
+    keys, _ = parts
+    keys.make_keys(tmp_path, ["localhost", "127.0.0.1"], 1)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    server.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    for name in ("localhost", "127.0.0.1"):
+        assert handshake(server, client, name)[0][0] == ("commonName", "localhost")
+
+
+def test_node_keys_are_pairs_that_only_their_owner_can_read(parts, tmp_path):
+    keys, _ = parts
+    keys.make_keys(tmp_path / "keys", ["localhost"], 2)
+    for number in range(2):
+        secret = load_ssh_private_key((tmp_path / "keys" / f"node-{number}").read_bytes(), None)
+        public = load_ssh_public_key((tmp_path / "keys" / f"node-{number}.pub").read_bytes())
+        assert secret.public_key().public_numbers() == public.public_numbers()
+        assert public.curve.name == "secp384r1"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "keys").iterdir()}
+    assert {modes[name] for name in ("ca.key", "server.key", "node-0", "node-1")} == {0o600}
+
+
+def test_each_site_has_its_own_images_policy_and_port(parts, tmp_path):
+    _, run = parts
+    run.deal("mnist-5k", tmp_path)
+    sites = [load_dataset(str(tmp_path / f"site-{number}.npz")) for number in range(run.SITES)]
+    seen = {image.tobytes() for site in sites for image in np.asarray(site.train.images)}
+    assert len(seen) > 0.99 * sum(len(site.train) for site in sites)  # shared by none
+    run.write_policies(tmp_path, "veil:mu=2", "patches:filters=64", 20.0, "none")
+    settings = make_train_settings({
+        "defence": "veil:mu=2", "model": "patches:filters=64", "clients": 3, "dataset": str(tmp_path / "test.npz"),
+        "momentum": 0.9, "lr": 0.05,
+    })  # fmt: skip
+    for number in range(run.SITES):
+        policy = read_policy({"policy": str(tmp_path / f"site-{number}.toml")})
+        assert (policy.partition_id, policy.max_epsilon) == (number, 20.0)
+        assert agree(policy, settings).defence == "veil:mu=2"
+    commands = [run.node_command(tmp_path, 8000, number) for number in range(run.SITES)]
+    assert len({command[command.index("--port") + 1] for command in commands}) == run.SITES
+    assert "--insecure" not in [word for command in (*commands, run.server_command(tmp_path, 8000)) for word in command]
+
+
+def test_what_was_started_is_ended(parts, tmp_path):
+    _, run = parts
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    with run.started([sys.executable, "-c", code], tmp_path / "log", {}) as process:
+        run.wait_for(tmp_path / "log", "up", process)
+    assert process.returncode == -15
+    ended = run.started([sys.executable, "-c", "print('up')"], tmp_path / "log", {})
+    with pytest.raises(SystemExit, match="must contain 'never'"), ended as process:
+        run.wait_for(tmp_path / "log", "never", process)
+    assert subprocess.run([sys.executable, str(FOLDER / "run.py"), "--help"], check=True, capture_output=True).stdout
