@@ -257,7 +257,8 @@ def test_the_run_folder_holds_the_rows_of_the_simulation_and_can_be_resumed(sett
                      for name in ("rows.jsonl", "clients.jsonl"))  # fmt: skip
     assert (without_times(rows), clients) == (here[0], kept_at_sites(here[2]))
     assert same(load_tensors(out / "model.safetensors"), here[1])
-    assert len(list((out / "rounds" / "000001").glob("update-*"))) == CLIENTS
+    saved = sorted(path.name for path in (out / "rounds" / "000001").glob("update-*"))
+    assert saved == [f"update-{number}.{kind}" for number in range(CLIENTS) for kind in ("safetensors", "toml")]
 
     longer = replace(settings, rounds=3)
     grid = LocalGrid(longer, tmp_path / "sites")
