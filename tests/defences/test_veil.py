@@ -219,7 +219,25 @@ def test_the_attacker_knows_the_noise():
     alone = veil.adaptive(Arrived(seen, [1.0], batch_size=20))["likelihood"]
     assert alone.noise["head.weight"] == pytest.approx(2 * 0.5 / 20)
     shared = replace(veil, at="sum", clients=4).adaptive(Arrived(seen, [1.0], batch_size=20, clients=4))
-    assert shared["likelihood"].noise["head.weight"] == pytest.approx(2 * 0.5 / 20 / 4)
+    assert shared["likelihood"].noise["head.weight"] == pytest.approx(2 * 0.5 / 20 / 2)  # of one client's update
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e30, -1e4])
+def test_no_altered_head_gets_more_of_an_image_than_the_bound(number):
+    network, data, veil = make_head(), make_data(5), Veil(mu=1, rounds=9)
+    network.head.weight.data.fill_(number)
+    network.head.weight.data[0] = 0.0
+    for place in range(5):
+        assert float(veil.contributions(network, data[slice(place, place + 1)])["head.weight"].norm()) <= veil.clip
+    sent = veil.on_gradient(gradient_of(network, data), data, make_client(network, data))["head.weight"] * len(data)
+    noise = sent - veil.contributions(network, data)["head.weight"]
+    assert float(noise.std()) == pytest.approx(3 * veil.clip, rel=0.25)  # all of it, also for a head of NaN
+
+
+def test_contributions_are_what_is_sent_without_noise():
+    network, data = make_head(), make_data(7)
+    sent = QUIET.on_gradient(gradient_of(network, data), data, make_client(network, data))["head.weight"]
+    assert torch.allclose(QUIET.contributions(network, data)["head.weight"].float() / 7, sent, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from gradveil.defences.dp_sgd import DpSgd
 from gradveil.defences.parts.gaussian_dp import MOST_EPSILON as MOST
 from gradveil.defences.parts.gaussian_dp import epsilon_of
 from gradveil.defences.pogz import Pogz
+from gradveil.engines.canaries import num_players
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError
 from gradveil.metrics.epsilon_hat import MEASURED
@@ -89,6 +90,21 @@ def test_a_tenth_of_the_noise_is_always_caught(measured, wrong):
         row = measured(wrong, seed=seed)
         assert row["canaries_exceed"] is True
         assert row["epsilon_hat_low"] > row["epsilon"]
+
+
+@pytest.mark.parametrize("spec", ["veil:mu=2", "veil:mu=2,at=sum"])
+def test_veil_keeps_its_promise_at_clients_and_in_sums(measured, spec):
+    shared = {"aggregation": "secure"} if "sum" in spec else {}
+    for seed in SEEDS[:3]:
+        row = measured(spec, seed=seed, clients=4, **shared)
+        assert row["canaries_exceed"] is False
+        assert row["epsilon_hat"] == pytest.approx(row["epsilon"], rel=0.5)
+
+
+def test_as_many_clients_play_as_share_the_noise():
+    assert num_players(build_defence("veil:at=sum,clients=5"), 16) == 5
+    assert num_players(build_defence("veil"), 16) == num_players(build_defence("dp-sgd"), 16) == 1
+    assert num_players(build_defence("clip"), 16) == 16
 
 
 def test_sampling_hides_canaries(measured):

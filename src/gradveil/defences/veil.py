@@ -193,20 +193,31 @@ class Veil(Defence):
             )
         std = self._std
         grid = grid_of(std, bound=self.clip)
-        bound = self.clip * BELOW
-        if self.unit == "client":
-            steps, clipped, count = *_clipped_whole(gradient, bound, grid), 1.0
-        else:
-            refuse_mixing_layers(self.name, client.model)
-            count = max(self.share * len(client.data), 1.0)
-            if isinstance(client.model, FeatureNetwork) and list(gradient) == ["head.weight"]:
-                total, clipped = head_sum(client.model, batch, bound, grid)
-                steps = {"head.weight": total}
-            else:
-                steps, clipped = clipped_sum(client.model, batch, gradient, bound, grid, self.clip)
+        count = 1.0 if self.unit == "client" else max(self.share * len(client.data), 1.0)
+        steps, clipped = self._steps(client.model, batch, gradient, grid)
         client.report("veil_clipped", clipped)
         noisy = {name: (t + gaussian_steps(t, std, grid, client.rng)) * grid / count for name, t in steps.items()}
         return {name: tensor.to(gradient[name].dtype) for name, tensor in noisy.items()}
+
+    def contributions(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return the sum of the images' clipped gradients, before noise: what someone who knows them can subtract."""
+        grid = grid_of(self._std, bound=self.clip)
+        trained = {name: tensor.detach() for name, tensor in network.named_parameters() if tensor.requires_grad}
+        steps, _ = replace(self, unit="image")._steps(network, batch, trained, grid)
+        return {name: tensor * grid for name, tensor in steps.items()}
+
+    def _steps(
+        self, network: nn.Module, batch: Batch, gradient: Tensors, grid: float
+    ) -> tuple[dict[str, Tensor], float]:
+        """Return the clipped sum in steps of the grid, and the share of contributions that were clipped."""
+        bound = self.clip * BELOW
+        if self.unit == "client":
+            return _clipped_whole(gradient, bound, grid)
+        refuse_mixing_layers(self.name, network)
+        if isinstance(network, FeatureNetwork) and list(gradient) == ["head.weight"]:
+            total, clipped = head_sum(network, batch, bound, grid)
+            return {"head.weight": total}, clipped
+        return clipped_sum(network, batch, gradient, bound, grid, self.clip)
 
     def on_update(self, update: Update, client: Client) -> Update:
         """Raise `DefenceError` if buffers changed or the network mixes images; state the number of all images."""
@@ -269,7 +280,7 @@ class Veil(Defence):
         clipped = partial(clip_rows, bound=self.clip)
         known = self if self.at == "client" or self.clients else replace(self, clients=arrived.clients)
         count = self.share * arrived.batch_size if self.unit == "image" else 1.0
-        std = known._std / max(count, 1.0) / math.sqrt(arrived.clients)
+        std = known._std / max(count, 1.0)  # of one client; a mean of several has less
         noise = seen_noise(arrived.gradients, std, noise_spread("gradient", arrived.steps), relative=False)
         return {"likelihood": Countermove(clipped, "l2", noise), "direction": Countermove(clipped, "cosine")}
 

@@ -58,6 +58,11 @@ def refuse_unmeasurable(defence: Defence) -> None:
 
 def num_players(defence: Defence, canaries: int) -> int:
     """Return how many clients that do not exist play beside each round."""
+    return _num_sums(defence, canaries) * max(1, defence.fewest_clients)
+
+
+def _num_sums(defence: Defence, canaries: int) -> int:
+    """Return how many sums are watched: one that holds all canaries if they are images, else one per canary."""
     return min(canaries, 1) if defence.takes_own_gradient else canaries
 
 
@@ -67,7 +72,8 @@ class Canaries:
 
     What a canary is depends on what the defence protects. If it clips the gradient of each image (dp-sgd), a canary is
     an image: all canaries are images of one client, whose other images have no gradient. If it protects whole updates,
-    a canary is an update: each has a client of its own, all of whose images have its gradient.
+    a canary is an update: each has a client of its own, all of whose images have its gradient. If clients share the
+    noise of a secure sum (veil with ``at=sum``), as many clients play as the noise takes, and their sum is what counts.
 
     Attributes:
         settings: of the training.
@@ -111,7 +117,7 @@ class Canaries:
     def __post_init__(self) -> None:
         self._parts = {name: p.numel() for name, p in self.like.named_parameters() if p.requires_grad}
         self._directions = random_directions(self.settings.canaries, self._parts, self.settings.seed)  # (K, entries)
-        clients = num_players(self.defence, self.settings.canaries)
+        clients = _num_sums(self.defence, self.settings.canaries)
         self.sums = torch.zeros(clients, self._directions.shape[1], dtype=torch.float64)
         self.states = [{} for _ in range(clients)]
         self._norm = 0.0
@@ -129,8 +135,9 @@ class Canaries:
             unbounded = self.budget is None and not self.defence.takes_own_gradient
             self._norm = self._honest_norm(played, real) if unbounded else LONG
         for place in range(len(self.sums)):
-            update = self._sent(place, played, server_state)
-            self.sums[place] += torch.cat([update.tensors[name].double().flatten().cpu() for name in self._parts])
+            for share in range(max(1, self.defence.fewest_clients)):
+                update = self._sent(place, played, server_state, share)
+                self.sums[place] += torch.cat([update.tensors[name].double().flatten().cpu() for name in self._parts])
 
     def estimate(self) -> EpsilonHat:
         """Return the epsilon that canaries reveal in the rounds so far, at the defence's own delta.
@@ -182,23 +189,26 @@ class Canaries:
             _, place, name = key.split(".", 2)
             self.states[int(place)][name] = tensor
 
-    def _sent(self, place: int, played: Round, server_state: Mapping[str, Tensor]) -> Update:
-        """Return what a client with canaries sends in a round, as the server uses it."""
+    def _sent(self, place: int, played: Round, server_state: Mapping[str, Tensor], share: int) -> Update:
+        """Return what a client with canaries sends in a round, as the server uses it.
+
+        If clients share the noise of a secure sum, those with a ``share`` above 0 add theirs, and have no canary.
+        """
         number, seed = played.number, self.settings.seed
         lr = learning_rate(self.settings, number)
         own = self._directions if self.defence.takes_own_gradient else self._directions[place : place + 1]
         how, count = self._local()
         slope = self._norm if self.defence.takes_own_gradient else self._norm / (lr * sum(how.step_weights(count)))
-        network = CanaryNetwork(self.like, own * slope, self.shape, seed)
+        network = CanaryNetwork(self.like, own * (0.0 if share else slope), self.shape, seed)
         net = FlatModel(network)
         data = network.data(count, one=not self.defence.takes_own_gradient)
-        names = ("canaries", place, "round", number)
+        names = ("canaries", place, *(("share", share) if share else ()), "round", number)
         streams = Streams(
             SecretStream(seed, *names, "hooks"),
             SecretStream(seed, *names, "order"),
             layers=global_stream(seed, *names, "layers"),
         )
-        device = Device(data, prepared=True, state=self.states[place])
+        device = Device(data, prepared=True, state={} if share else self.states[place])
         broadcast = Broadcast(net.shared_vector(played.received), lr, number, played.public)
         update = play_client(net, device, broadcast, self.defence, how, streams).update
         server = Server(number, self.like, played.public, dict(server_state), stream(seed, *names, "server"))

@@ -1,0 +1,448 @@
+"""Attack veil as strongly as its guarantee allows, and write what the attackers got beside the bounds.
+
+The attacker knows everything but one image: all other images of the federation, the label, the noise's law, the weights
+of all rounds, and 5,000 public digits that are nobody's. It subtracts what the others contributed from what was really
+sent, in all rounds, and decodes the rest. All settings below were fixed before the first figure was seen. Run from the
+root of the repository; finished cells in the folder of ``--cells`` are not repeated:
+
+    python benchmarks/veil_attacked.py --data-root DIR --cells DIR --out results/veil-attacked.json
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradveil.attacks.parts.evidence import gathered, picked
+from gradveil.attacks.parts.inversion_examples import Examples
+from gradveil.attacks.parts.inverters import learn
+from gradveil.attacks.parts.learned_priors import LearnedPrior, learned_priors
+from gradveil.attacks.posterior import LINEAR, MIXTURE, guessed, rehearsed
+from gradveil.config import TrainSettings
+from gradveil.data import load_dataset
+from gradveil.data.auxiliary import image_keys
+from gradveil.data.pixels import to_batch
+from gradveil.defences.parts.gaussian_dp import identification_bound
+from gradveil.defences.veil import Veil
+from gradveil.engines.simulation import Simulation
+from gradveil.federated.protocol import LocalSettings, Protocol
+from gradveil.models import create_model
+from gradveil.models.trunk import FeatureMemo, FeatureNetwork, learn_features
+from gradveil.randomness import stream
+from gradveil.threat import Observation, PublicKnowledge, ThreatModel
+from gradveil.threat.informed import alone
+from gradveil.threat.observe import Federation, observe
+from gradveil.threat.seen import SUM, Seen
+from gradveil.threat.tap import Tap, TappedRound, observation
+from gradveil.types import Batch
+
+ROUNDS, CLIENTS, TARGETS, PER_CLASS, OTHERS, DRAWS = 10, 10, 40, 500, 999, 50
+SEEDS = (0, 1, 2)
+QUIET = 1_000_000
+MUS = (QUIET, 5, 3, 2, 1)
+PARTITIONS = ("iid", "dirichlet:alpha=0.5")
+SHOWN = 6
+"""Images whose pictures are kept."""
+SEARCHED, STEPS = 8, 60
+"""Targets of the search with a denoiser, and its steps under each of five priors."""
+LEARNED = 800
+"""Played images that lti learns from."""
+KNOWS = ThreatModel.of("labels", "num-examples", "defence", "public-data")
+
+
+class Case(NamedTuple):
+    """One federation under attack."""
+
+    scene: str
+    mu: float
+    partition: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of the case's file."""
+        return f"{self.scene}-{self.mu:g}-{self.partition.partition(':')[0]}-{self.seed}"
+
+
+def cases() -> Iterator[Case]:
+    """Yield all cases, in the order in which they are worth having."""
+    for seed in SEEDS:
+        yield from (Case("client", mu, "iid", seed) for mu in MUS)
+        yield from (Case(scene, mu, "iid", seed) for mu in (1, 3) for scene in ("altered head", "sum"))
+        yield from (Case("client", mu, "dirichlet:alpha=0.5", seed) for mu in (1, 3, QUIET))
+    yield from (Case("search", mu, "iid", 0) for mu in (QUIET, 3, 1))
+
+
+# --- what the attacker sees -------------------------------------------------------------------------------------------
+
+
+@cache
+def public_digits(root: Path | None) -> Batch:
+    """Return MNIST images that are not in mnist-5k, `PER_CLASS` of each class."""
+    whole, private = load_dataset("mnist", root).train, load_dataset("mnist-5k", root)
+    known = np.concatenate([image_keys(split.images) for split in (private.train, private.test)])
+    order = np.random.default_rng(0).permutation(len(whole.labels))[:20_000]
+    free = order[~np.isin(image_keys(whole.images[order]), known)]
+    chosen = np.concatenate([free[whole.labels[free] == label][:PER_CLASS] for label in range(10)])
+    return to_batch(whole.images[chosen], whole.labels[chosen])
+
+
+def patches() -> FeatureNetwork:
+    """Return the model."""
+    return create_model("patches", (1, 28, 28), 10, seed=0)
+
+
+@cache
+def memo_of(root: Path | None) -> FeatureMemo:
+    """Return the features of all digits, so that they are computed once."""
+    split, network = load_dataset("mnist-5k", root).train, patches()
+    images = torch.cat([to_batch(split.images, split.labels).images, public_digits(root).images])
+    return learn_features(network, network.trunk, images)
+
+
+def remembering(network: FeatureNetwork, root: Path | None) -> FeatureNetwork:
+    """Return the network, which finds features that are already known."""
+    network.trunk.memo = memo_of(root)
+    return network
+
+
+def split_off(
+    tapped: TappedRound, one: Seen, places: Sequence[int], defence: Veil, network: FeatureNetwork
+) -> list[Seen]:
+    """Return the round of each unknown image alone; the others' part never includes the image itself."""
+    network.load_state_dict(tapped.model)
+    rest = torch.ones(len(one.private), dtype=torch.bool)
+    rest[list(places)] = False
+    known = defence.contributions(network, one.private[rest])
+    own = [defence.contributions(network, one.private[torch.tensor([place])]) for place in places]
+    found = []
+    for number, place in enumerate(places):
+        others = {
+            name: tensor + sum(each[name] for place_of, each in enumerate(own) if place_of != number)
+            for name, tensor in known.items()
+        }
+        found.append(alone(one, place, others, tapped.lr))
+    return found
+
+
+def seen_alone(
+    tapped: TappedRound,
+    found: Sequence[Seen],
+    network: FeatureNetwork,
+    defence: Veil,
+    public: Batch,
+    local: LocalSettings,
+) -> Observation:
+    """Return the observation of several unknown images, each as a client of its own."""
+    numbered = tuple(replace(one, client=number) for number, one in enumerate(found))
+    return observation(
+        replace(tapped, seen=numbered, mean=None),
+        range(len(numbered)),
+        network,
+        defence=defence,
+        protocol=Protocol(replace(local, batch_size=0), tapped.lr),
+        threat=KNOWS,
+        num_classes=10,
+        public=PublicKnowledge(public),
+    )
+
+
+def together(rounds: Sequence[Observation]) -> Observation:
+    """Return all rounds as one observation."""
+    return replace(rounds[0], later=tuple(rounds[1:]), from_the_first=True)
+
+
+def unknown_places(sizes: Sequence[int], seed: int, count: int) -> list[list[int]]:
+    """Return the places of the attacked images of each client: equally many of each, drawn at random."""
+    rng = np.random.default_rng([seed, 7])
+    each = -(-count // len(sizes))
+    return [rng.permutation(size)[: min(each, size)].tolist() for size in sizes]
+
+
+def trained(case: Case, root: Path | None) -> tuple[dict[str, Observation], Batch, float]:
+    """Train; return what is left of the attacked images in each view, these images, and the accuracy.
+
+    Views: ``client`` (single updates) or, with ``at=sum``, ``sum`` and ``broken`` (single updates all the same).
+    """
+    shared = case.scene == "sum"
+    settings = TrainSettings(
+        dataset="mnist-5k", model="patches", clients=CLIENTS, rounds=ROUNDS, eval_every=ROUNDS,
+        defence=f"veil:mu={case.mu:g}" + ",at=sum" * shared, aggregation="secure" if shared else "none",
+        partition=case.partition, seed=case.seed, save_rounds=tuple(range(1, ROUNDS + 1)),
+    )  # fmt: skip
+    public = public_digits(root)
+    views: dict[str, list[Observation]] = {}
+    with Simulation(settings, workers=0, data_root=root) as simulation:
+        tap = Tap({number: tuple(range(CLIENTS)) for number in settings.save_rounds}, settings.aggregation)
+        simulation.attach(tap)
+        defence, local = simulation.defence, Protocol.of(settings).local
+        places, accuracy = unknown_places(simulation.sizes, case.seed, TARGETS), 0.0
+        known, network = remembering(patches(), root), patches()
+        for row in simulation.run():
+            tapped, accuracy = tap.rounds.pop(row["round"]), row.get("accuracy") or accuracy
+            single = [
+                one
+                for mine, there in zip(tapped.seen, places, strict=True)
+                for one in split_off(tapped, mine, there, defence, known)
+            ]
+            views.setdefault("broken" if shared else "client", []).append(
+                seen_alone(tapped, single, network, defence, public, local)
+            )
+            if shared:
+                whole = split_off(tapped, tapped.of(SUM), joined_places(simulation.sizes, places), defence, known)
+                mine = replace(defence, at="client")  # the law of the sum's noise
+                views.setdefault("sum", []).append(seen_alone(tapped, whole, network, mine, public, local))
+    truth = Batch(*(torch.cat([getattr(one.private, part) for one in single]) for part in vars(single[0].private)))
+    return {name: together(rounds) for name, rounds in views.items()}, truth, accuracy
+
+
+def joined_places(sizes: Sequence[int], places: Sequence[Sequence[int]]) -> list[int]:
+    """Return the places of the attacked images among all images of all clients, one client after the other."""
+    starts = np.cumsum([0, *sizes])
+    return [int(start + place) for start, own in zip(starts, places, strict=False) for place in own]
+
+
+def tricked(case: Case, root: Path | None) -> tuple[dict[str, Observation], Batch, float]:
+    """Let clients of one image answer a new random head in every round; return the same as `trained`.
+
+    Such heads make every gradient as long as the bound, and the gradients of different images as different as can be.
+    """
+    split = load_dataset("mnist-5k", root).train
+    chosen = np.random.default_rng([case.seed, 8]).permutation(len(split.labels))[:TARGETS]
+    truth = to_batch(split.images[chosen], split.labels[chosen])
+    defence, network, rounds = Veil(mu=case.mu, rounds=ROUNDS, clients=CLIENTS), patches(), []
+    for number in range(1, ROUNDS + 1):
+        head = 1000.0 * torch.randn(network.head.weight.shape, generator=stream(case.seed, "heads", number))
+        rounds.append(
+            observe(
+                network,
+                [truth[torch.tensor([place])] for place in range(len(truth))],
+                threat=ThreatModel.of(*KNOWS.names, "alters-model"),
+                num_classes=10,
+                defence=defence,
+                protocol=Protocol(round=number),
+                public=PublicKnowledge(public_digits(root)),
+                federation=Federation(seed=case.seed, alter=partial(with_head, head=head)),
+            )
+        )
+    return {case.scene: together(rounds)}, truth, float("nan")
+
+
+def with_head(network: FeatureNetwork, head: Tensor) -> FeatureNetwork:
+    """Return the network with another head."""
+    network.head.weight.data.copy_(head)
+    return network
+
+
+# --- the attackers ----------------------------------------------------------------------------------------------------
+
+
+def attacked(seen: Observation, truth: Batch, mu: float, rng: torch.Generator, root: Path | None) -> dict[str, Any]:
+    """Return the figures of all attackers on one view; for truth, they get the candidates to pick from, no more."""
+    blind = blind_guesses(seen.public_data, truth.labels)
+    guesses = {**decoded(seen, seen.labels[:, 0], rng), "lti": learned(seen, rng)}
+    hits, simulated = named(seen, truth, rng)
+    return {
+        "mu": mu,
+        "psnr": {name: psnr(truth.images, guess) for name, guess in {**guesses, "blind": blind}.items()},
+        "picked": hits.tolist(),
+        "picked_simulated": simulated,
+        "bound": identification_bound(mu, OTHERS + 1),
+        "pictures": pictures({"true": truth.images, "blind": blind, LINEAR: guesses[LINEAR]}),
+    }
+
+
+def blind_guesses(public: Batch, labels: Tensor) -> Tensor:
+    """Return the mean public image of each label."""
+    return torch.stack([public.images[public.labels == label].mean(0) for label in labels.tolist()])
+
+
+def searches(seen: Observation, truth: Batch, mu: float, rng: torch.Generator, root: Path | None) -> dict[str, Any]:
+    """Return the figures of searches with learned priors, for the first few images."""
+    few = list(range(SEARCHED))
+    seen, truth = seen.only(few), truth[torch.tensor(few)]
+    blind = blind_guesses(seen.public_data, truth.labels)
+    guesses = {**decoded(seen, seen.labels[:, 0], rng), "blind": blind}
+    guesses |= {kind: searched(seen, blind, priors_of(kind, root)) for kind in ("normal", "denoiser")}
+    return {"mu": mu, "psnr": {name: psnr(truth.images, guess) for name, guess in guesses.items()}}
+
+
+def decoded(seen: Observation, labels: Tensor, rng: torch.Generator) -> dict[str, Tensor]:
+    """Return the guesses of the linear decoder and of the mean of likely images, from public images of the label."""
+    guesses = {name: torch.empty(len(labels), *seen.shape) for name in (LINEAR, MIXTURE)}
+    for label in labels.unique().tolist():
+        own = (labels == label).nonzero().flatten()
+        candidates = seen.public_data[seen.public_data.labels == label]
+        evidence = gathered(seen.only(own.tolist()), candidates)
+        ways, _ = rehearsed(evidence, candidates.images, rng)
+        for name, guess in guesses.items():
+            way = min((each for each in ways if each.name == name), key=lambda each: each.error)
+            guess[own] = guessed(evidence, candidates.images, way).view(-1, *seen.shape).float()
+    return guesses
+
+
+def named(seen: Observation, truth: Batch, rng: torch.Generator) -> tuple[Tensor, float]:
+    """Return who was picked among 999 others of any class, and the share over many more draws of the noise."""
+    public = seen.public_data
+    others = public[torch.randperm(len(public), generator=rng)[:OTHERS]]
+    evidence = gathered(seen, joined(others, truth))
+    rows = torch.arange(OTHERS, OTHERS + len(truth))
+    hits = picked(evidence, rows.tolist(), OTHERS)
+    drawn = replace(evidence, cross=evidence.of_candidates(rows, DRAWS, rng))
+    many = picked(drawn, rows.repeat_interleave(DRAWS).tolist(), OTHERS)
+    return hits, float(many.float().mean())
+
+
+def learned(seen: Observation, rng: torch.Generator) -> Tensor:
+    """Return the guesses of lti's learner, from the features that all rounds together show.
+
+    Each round's update is weighted by the mean residual of public images of the label, as if all had the same.
+    """
+    public = seen.public_data[torch.randperm(len(seen.public_data), generator=rng)[:LEARNED]]
+    features = seen.network.trunk(public.images).detach()
+    labels, mine = seen.labels[:, 0], public.labels
+    shown, played = torch.zeros(len(labels), features.shape[1]), torch.zeros(len(public))
+    power = torch.zeros(10)
+    std = seen.defence._std
+    for one in (seen, *seen.later):
+        left = clipped_residuals(one, features, mine)
+        mean = torch.stack([left[mine == label].mean(0) for label in range(10)])  # (classes, classes)
+        arrived = one.mean_gradients["head.weight"].view(len(labels), 10, -1)
+        shown += torch.einsum("tc,tcd->td", mean[labels], arrived)
+        played += (mean[mine] * left).sum(1)
+        power += mean.square().sum(1)
+    noise = torch.randn(features.shape, generator=rng) * (std * power.sqrt()[mine])[:, None]
+    sketches = {"features": played[:, None] * features + noise}
+    held = torch.arange(len(public)) < LEARNED // 10
+    examples = Examples(sketches, public.images[:, None], mine[:, None], held)
+    return learn(examples, 10, "kernel", 0, 0, 0)({"features": shown}, labels[:, None]).view(-1, 1, 28, 28)
+
+
+def clipped_residuals(one: Observation, features: Tensor, labels: Tensor) -> Tensor:
+    """Return the left factors (N, classes) of clipped gradients of a head."""
+    left = torch.softmax(features @ one.network.head.weight.detach().T, -1) - F.one_hot(labels, 10)
+    norms = left.norm(dim=-1) * features.norm(dim=-1)
+    return left / (norms / one.defence.clip).clamp_min(1)[..., None]
+
+
+@cache
+def priors_of(kind: str, root: Path | None) -> list[LearnedPrior]:
+    """Return the priors learned from all public digits, of which the denoiser takes a minute."""
+    return learned_priors(kind, public_digits(root).images)
+
+
+def searched(seen: Observation, start: Tensor, priors: Sequence[LearnedPrior]) -> Tensor:
+    """Return the likeliest images by a search with a learned prior, keeping the best iterate by its own loss."""
+    heads = torch.stack([one.network.head.weight.detach() for one in (seen, *seen.later)])  # (R, classes, D)
+    arrived = torch.stack([one.mean_gradients["head.weight"] for one in (seen, *seen.later)])  # (R, T, classes, D)
+    labels, clip, std = seen.labels[:, 0], seen.defence.clip, seen.defence._std
+    wanted = F.one_hot(labels, 10)
+
+    def misfit(images: Tensor) -> Tensor:
+        features = seen.network.trunk(images)
+        left = torch.softmax(torch.einsum("td,rcd->rtc", features, heads), -1) - wanted
+        lengths = features.norm(dim=1)
+        left = left / (left.norm(dim=-1) * lengths / clip).clamp_min(1)[..., None]
+        shown = (torch.einsum("rtcd,td->rtc", arrived, features) * left).sum((0, 2))
+        own = left.square().sum((0, 2)) * lengths.square()
+        return (own / 2 - shown) / std**2 / images[0].numel()
+
+    images = start.clone()
+    for prior in priors:
+        images = descended(images, partial(_sum_of, misfit, prior.penalty), prior.rate)
+    return images
+
+
+def _sum_of(misfit: Callable[[Tensor], Tensor], penalty: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    return misfit(images) + penalty(images)
+
+
+def descended(start: Tensor, loss_of: Callable[[Tensor], Tensor], rate: float) -> Tensor:
+    """Return the images with the least loss on a walk of Adam."""
+    images = start.clone().requires_grad_()
+    adam = torch.optim.Adam([images], lr=rate)
+    best, least = start.clone(), torch.full((len(start),), torch.inf)
+    for _ in range(STEPS + 1):
+        loss = loss_of(images)
+        better = loss.detach() < least
+        best[better], least[better] = images.detach()[better], loss.detach()[better]
+        images.grad = torch.autograd.grad(loss.sum(), images)[0]
+        adam.step()
+        images.data.clamp_(0, 1)
+    return best
+
+
+def joined(*batches: Batch) -> Batch:
+    """Return all batches as one."""
+    return Batch(*(torch.cat([getattr(batch, part) for batch in batches]) for part in vars(batches[0])))
+
+
+def psnr(truth: Tensor, guess: Tensor) -> list[float]:
+    """Return the PSNR of each image, rounded to a thousandth."""
+    errors = (truth - guess.clamp(0, 1)).square().flatten(1).mean(1)
+    return [round(float(value), 3) for value in -10 * errors.clamp_min(1e-10).log10()]
+
+
+def pictures(shown: dict[str, Tensor]) -> dict[str, list[list[int]]]:
+    """Return the first `SHOWN` of each kind of images as bytes."""
+    return {
+        name: (images[:SHOWN].clamp(0, 1) * 255).round().byte().flatten(1).tolist() for name, images in shown.items()
+    }
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def measured(case: Case, folder: Path, root: Path | None) -> None:
+    """Measure one case, unless its file is there."""
+    path = folder / f"{case.name}.json"
+    if path.is_file():
+        return
+    begun = time.process_time()
+    views, truth, accuracy = (tricked if case.scene == "altered head" else trained)(case, root)
+    rng, look = stream(case.seed, "veil-attacked"), searches if case.scene == "search" else attacked
+    found = {}
+    for name, seen in views.items():
+        remembering(seen.network, root)
+        mu = case.mu * math.sqrt(CLIENTS) if name == "broken" else case.mu
+        found[name] = look(seen, truth, mu, rng, root)
+    seconds = round(time.process_time() - begun, 1)
+    path.write_text(json.dumps({**case._asdict(), "accuracy": accuracy, "views": found, "seconds": seconds}))
+    print(case.name, seconds, accuracy, {name: summary(one) for name, one in found.items()}, flush=True)
+
+
+def summary(figures: dict[str, Any]) -> dict[str, float]:
+    """Return the means of a view."""
+    means = {name: round(statistics.fmean(values), 2) for name, values in figures["psnr"].items()}
+    rest = {key: figures[key] for key in ("picked_simulated", "bound") if key in figures}
+    return {**means, **rest, **({"picked": statistics.fmean(figures["picked"])} if "picked" in figures else {})}
+
+
+def main() -> None:
+    """Measure all cases, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--cells", type=Path, required=True)
+    parser.add_argument("--only", help="Measure this case alone, and write no result.")
+    parser.add_argument("--out", type=Path, default=Path("results/veil-attacked.json"))
+    options = parser.parse_args()
+    options.cells.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for case in cases():
+        if not options.only or case.name == options.only:
+            measured(case, options.cells, options.data_root)
+
+
+if __name__ == "__main__":
+    main()
