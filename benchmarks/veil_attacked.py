@@ -9,13 +9,17 @@ root of the repository; finished cells in the folder of ``--cells`` are not repe
 """
 
 import argparse
+import base64
 import json
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,13 +37,14 @@ from gradveil.config import TrainSettings
 from gradveil.data import load_dataset
 from gradveil.data.auxiliary import image_keys
 from gradveil.data.pixels import to_batch
-from gradveil.defences.parts.gaussian_dp import identification_bound
+from gradveil.defences.parts.gaussian_dp import epsilon_of, identification_bound
 from gradveil.defences.veil import Veil
 from gradveil.engines.simulation import Simulation
 from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.models import create_model
 from gradveil.models.trunk import FeatureMemo, FeatureNetwork, learn_features
 from gradveil.randomness import stream
+from gradveil.report.pictures import lines_png
 from gradveil.threat import Observation, PublicKnowledge, ThreatModel
 from gradveil.threat.informed import alone
 from gradveil.threat.observe import Federation, observe
@@ -58,6 +63,8 @@ SEARCHED, STEPS = 8, 60
 """Targets of the search with a denoiser, and its steps under each of five priors."""
 LEARNED = 800
 """Played images that lti learns from."""
+CANARIES = ("client", "sum", "broken")
+"""Where canaries look: at one client's update, at a secure sum, or at one update of a sum that is not secure."""
 KNOWS = ThreatModel.of("labels", "num-examples", "defence", "public-data")
 
 
@@ -79,8 +86,10 @@ def cases() -> Iterator[Case]:
     """Yield all cases, in the order in which they are worth having."""
     for seed in SEEDS:
         yield from (Case("client", mu, "iid", seed) for mu in MUS)
-        yield from (Case(scene, mu, "iid", seed) for mu in (1, 3) for scene in ("altered head", "sum"))
-        yield from (Case("client", mu, "dirichlet:alpha=0.5", seed) for mu in (1, 3, QUIET))
+    for scene, partition in (("altered head", "iid"), ("sum", "iid"), ("client", "dirichlet:alpha=0.5")):
+        yield from (Case(scene, mu, partition, seed) for seed in SEEDS for mu in (1, 3))
+    for kind in CANARIES:
+        yield from (Case(f"canaries {kind}", mu, "iid", seed) for seed in SEEDS for mu in (1, 3))
     yield from (Case("search", mu, "iid", 0) for mu in (QUIET, 3, 1))
 
 
@@ -231,7 +240,7 @@ def tricked(case: Case, root: Path | None) -> tuple[dict[str, Observation], Batc
                 threat=ThreatModel.of(*KNOWS.names, "alters-model"),
                 num_classes=10,
                 defence=defence,
-                protocol=Protocol(round=number),
+                protocol=Protocol(first_round=number),
                 public=PublicKnowledge(public_digits(root)),
                 federation=Federation(seed=case.seed, alter=partial(with_head, head=head)),
             )
@@ -401,6 +410,35 @@ def pictures(shown: dict[str, Tensor]) -> dict[str, list[list[int]]]:
     }
 
 
+# --- canaries ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exposed(Veil):
+    """Veil that shares its noise, where canaries look at single updates all the same."""
+
+    @property
+    def fewest_clients(self) -> int:
+        """Return 0: nobody waits for a sum."""
+        return 0
+
+
+def counted(case: Case, root: Path | None) -> dict[str, Any]:
+    """Return the epsilon that canaries measure in a short training of four clients, beside the stated one."""
+    kind = case.scene.removeprefix("canaries ")
+    settings = TrainSettings(
+        dataset="mnist-5k", model="patches", clients=4, partition="iid:images=200", rounds=4, eval_every=4,
+        seed=case.seed, canaries=200, aggregation="none" if kind == "client" else "secure",
+    )  # fmt: skip
+    own = Exposed if kind == "broken" else Veil
+    defence = own(mu=case.mu, at="client" if kind == "client" else "sum")
+    with Simulation(settings, workers=0, data_root=root, defence=defence) as simulation:
+        row = list(simulation.run())[-1]
+    really = case.mu * math.sqrt(settings.clients) if kind == "broken" else case.mu
+    fields = ("epsilon", "epsilon_hat", "epsilon_hat_low", "epsilon_hat_high", "canaries_exceed")
+    return {key: row[key] for key in fields} | {"epsilon_really": epsilon_of(really, row["delta"])}
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +448,15 @@ def measured(case: Case, folder: Path, root: Path | None) -> None:
     if path.is_file():
         return
     begun = time.process_time()
+    found = counted(case, root) if case.scene.startswith("canaries") else looked(case, root)
+    seconds = round(time.process_time() - begun, 1)
+    path.write_text(json.dumps({**case._asdict(), **found, "seconds": seconds}))
+    views = found.get("views", {})
+    print(case.name, seconds, {name: summary(one) for name, one in views.items()} or found, flush=True)
+
+
+def looked(case: Case, root: Path | None) -> dict[str, Any]:
+    """Return the figures of all attackers on all views of a case."""
     views, truth, accuracy = (tricked if case.scene == "altered head" else trained)(case, root)
     rng, look = stream(case.seed, "veil-attacked"), searches if case.scene == "search" else attacked
     found = {}
@@ -417,9 +464,7 @@ def measured(case: Case, folder: Path, root: Path | None) -> None:
         remembering(seen.network, root)
         mu = case.mu * math.sqrt(CLIENTS) if name == "broken" else case.mu
         found[name] = look(seen, truth, mu, rng, root)
-    seconds = round(time.process_time() - begun, 1)
-    path.write_text(json.dumps({**case._asdict(), "accuracy": accuracy, "views": found, "seconds": seconds}))
-    print(case.name, seconds, accuracy, {name: summary(one) for name, one in found.items()}, flush=True)
+    return {"accuracy": accuracy, "views": found}
 
 
 def summary(figures: dict[str, Any]) -> dict[str, float]:
@@ -429,19 +474,143 @@ def summary(figures: dict[str, Any]) -> dict[str, float]:
     return {**means, **rest, **({"picked": statistics.fmean(figures["picked"])} if "picked" in figures else {})}
 
 
+def collected(folder: Path) -> dict[str, Any]:
+    """Return the figures of all finished cases: means over the images of each seed, and some pictures."""
+    cells = [json.loads(path.read_text()) for case in cases() if (path := folder / f"{case.name}.json").is_file()]
+    views = [(cell, name, one) for cell in cells for name, one in cell.get("views", {}).items()]
+    return {
+        "attacked": [
+            {
+                "view": name, "mu": cell["mu"], "partition": cell["partition"], "seed": cell["seed"],
+                "accuracy": cell["accuracy"], "images": len(one["picked"]), "picked": sum(one["picked"]),
+                "picked_simulated": round(one["picked_simulated"], 5), "bound": one["bound"],
+                "psnr": {key: round(statistics.fmean(values), 3) for key, values in one["psnr"].items()},
+            }
+            for cell, name, one in views if "picked" in one
+        ],
+        "searched": [
+            {"mu": cell["mu"], "psnr": {key: round(statistics.fmean(v), 3) for key, v in one["psnr"].items()}}
+            for cell, _, one in views if "picked" not in one
+        ],
+        "canaries": [cell for cell in cells if cell["scene"].startswith("canaries")],
+        "pictures": kept_pictures(folder),
+        "computing_minutes": round(sum(cell["seconds"] for cell in cells) / 60, 1),
+    }  # fmt: skip
+
+
+def kept_pictures(folder: Path) -> dict[str, str]:
+    """Return some images of the first seed, and what was recovered of them, as base64 of bytes."""
+    shown = {}
+    for name, mu, kind in LINES:
+        path = folder / f"{Case('client', mu, 'iid', 0).name}.json"
+        if path.is_file():
+            rows = json.loads(path.read_text())["views"]["client"]["pictures"][kind]
+            shown[name] = base64.b64encode(bytes(number for row in rows for number in row)).decode()
+    return shown
+
+
+LINES = (
+    ("true image", QUIET, "true"), ("without noise", QUIET, LINEAR), ("mu = 3", 3, LINEAR), ("mu = 1", 1, LINEAR),
+    ("blind guess", 1, "blind"),
+)  # fmt: skip
+"""The lines of the picture, from above: what they show, and where it is from."""
+
+
+def picture(document: dict[str, Any]) -> bytes:
+    """Return the picture of docs/veil.md as PNG."""
+    lines = [
+        torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8).view(-1, 1, 28, 28).float() / 255
+        for text in document["pictures"].values()
+    ]
+    return lines_png(lines, height=84)
+
+
+NAMES = {
+    "client": "single updates",
+    "sum": "secure sum",
+    "broken": "sum that is not secure",
+    "altered head": "answers to altered heads",
+}
+
+
+def rows_of(document: dict[str, Any]) -> Iterator[tuple[str, float, str, list[dict[str, Any]]]]:
+    """Yield view, mu and partition with the figures of all seeds."""
+    found: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    for row in document["attacked"]:
+        found.setdefault((row["view"], row["mu"], row["partition"]), []).append(row)
+    for view in NAMES:
+        for (own, mu, partition), rows in found.items():
+            if own == view:
+                yield view, mu, partition, rows
+
+
+def gain(rows: Sequence[dict[str, Any]]) -> tuple[str, float]:
+    """Return the attacker with the largest mean PSNR, and what it gains over the blind guess."""
+    means = {key: statistics.fmean(row["psnr"][key] for row in rows) for key in rows[0]["psnr"]}
+    best = max((key for key in means if key != "blind"), key=lambda key: means[key])
+    return best, means[best] - means["blind"]
+
+
+def table(document: dict[str, Any]) -> str:
+    """Return the attackers' table of docs/veil.md."""
+    lines = [
+        "| what the server sees | μ | clients | seeds | blind guess | linear decoder | likely images | `lti` "
+        "| best gain | picked out of 1,000 | more draws | at most |",
+        "|" + "---|" * 12,
+    ]
+    for view, mu, partition, rows in rows_of(document):
+        psnr_of = [statistics.fmean(row["psnr"][key] for row in rows) for key in ("blind", LINEAR, MIXTURE, "lti")]
+        hits, images = (sum(row[key] for row in rows) for key in ("picked", "images"))
+        drawn, bound = statistics.fmean(row["picked_simulated"] for row in rows), rows[0]["bound"]
+        facts = [
+            NAMES[view], "no noise" if mu == QUIET else f"{mu:g}", partition.partition(":")[0], f"{len(rows)}",
+            *(f"{value:.1f}" for value in psnr_of), f"{gain(rows)[1]:+.2f}",
+            f"{hits} of {images}", f"{drawn:.1%}", f"{bound:.1%}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(facts) + " |")
+    return "\n".join(lines)
+
+
+def canary_table(document: dict[str, Any]) -> str:
+    """Return the canaries' table of docs/veil.md."""
+    lines = [
+        "| where canaries look | μ | seeds | stated ε | ε by canaries | interval | ε of that view |",
+        "|" + "---|" * 7,
+    ]
+    for kind, mu in ((kind, mu) for kind in CANARIES for mu in (1, 3)):
+        rows = [row for row in document["canaries"] if (row["scene"], row["mu"]) == (f"canaries {kind}", mu)]
+        if rows:
+            hat, low, high = (
+                statistics.fmean(row[f"epsilon_hat{end}"] for row in rows) for end in ("", "_low", "_high")
+            )
+            facts = f"{rows[0]['epsilon']:.1f} | {hat:.1f} | {low:.1f} to {high:.1f} | {rows[0]['epsilon_really']:.1f}"
+            lines.append(f"| {NAMES[kind]} | {mu} | {len(rows)} | {facts} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure all cases, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--cells", type=Path, required=True)
-    parser.add_argument("--only", help="Measure this case alone, and write no result.")
+    parser.add_argument("--collect", action="store_true", help="Write what is finished, and measure nothing.")
     parser.add_argument("--out", type=Path, default=Path("results/veil-attacked.json"))
     options = parser.parse_args()
     options.cells.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    for case in cases():
-        if not options.only or case.name == options.only:
-            measured(case, options.cells, options.data_root)
+    for case in () if options.collect else cases():
+        measured(case, options.cells, options.data_root)
+    document = {
+        "command": "python benchmarks/veil_attacked.py --cells runs/veil-attacked --out results/veil-attacked.json",
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "versions": {"gradveil": version("gradveil"), "torch": torch.__version__},
+        "settings": f"mnist-5k, patches, {CLIENTS} clients, {ROUNDS} rounds, {10 * PER_CLASS} public digits",
+        **collected(options.cells),
+    }
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    Path("docs/images/veil-attacked.png").write_bytes(picture(document))
+    print(table(document), canary_table(document), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from gradveil.attacks import build_attack
+from gradveil.attacks.parts.analytic import first_linear
+from gradveil.attacks.pilot import Effort, explainable, ways
 from gradveil.attacks.posterior import Posterior
 from gradveil.defences.veil import Veil
 from gradveil.errors import ConfigError
@@ -92,6 +94,20 @@ def test_a_batch_gets_no_guess():
     assert "a single image" in found.why[0]
     assert Posterior().too_large(2, 1)
     assert "local step" in Posterior().too_large(1, 5)
+
+
+def test_standard_tries_it_for_single_images_under_known_noise_only():
+    _, seen = look(3.0, rounds=1)
+    assert explainable(seen) == 400
+    assert "posterior:samples=400" in [way.spec for way in ways(seen, Effort(4, 40, 1), "tv=1e-4")]
+    assert explainable(look(3.0, rounds=1, grants=("labels",))[1]) == 0
+    assert explainable(look(3.0, rounds=1, size=2)[1]) == 0
+
+
+def test_the_closed_form_names_it_where_features_are_frozen():
+    network = create_model("patches:filters=3", (1, 12, 12), 4, 0)
+    with pytest.raises(ConfigError, match="a head on frozen features"):
+        first_linear(network, (1, 12, 12))
 
 
 def test_bad_settings_are_refused():

@@ -14,7 +14,10 @@ import torch
 from gradveil.attacks.base import build_attack
 from gradveil.attacks.cpa import Cpa
 from gradveil.attacks.parts.combined import ignorant, mean_psnr
+from gradveil.attacks.parts.countermoves import countermoves
+from gradveil.attacks.parts.evidence import MOST_ENTRIES
 from gradveil.attacks.parts.inversion_examples import fingerprint
+from gradveil.attacks.posterior import FEWEST, Posterior
 from gradveil.progress import part
 from gradveil.scratch import scratch_file
 from gradveil.storage import digest_of, write_atomic
@@ -123,8 +126,24 @@ def ways(seen: Observation, work: Effort, settings: str) -> list[Way]:
     specs.append(f"ggl:optimiser=adam,iterations={max(1, work.iterations // 2)}")
     if seen.single_step and size > 1 and not Cpa().unfit(seen.network, seen.shape, size):
         specs.append(f"cpa:iterations={work.iterations}")
+    samples = explainable(seen)
+    if samples:
+        specs.append(f"posterior:samples={samples}")
     answered = seen.knows(Knowledge.DEFENCE) and seen.defence.overrides("adaptive")
     return [Way(spec, knowing=True) for spec in specs] + [Way(search, knowing=False)] * answered
+
+
+def explainable(seen: Observation) -> int:
+    """Return how many public images ``posterior`` can compare with updates under known noise, or 0 if it does not fit.
+
+    Without noise, or if it is not known, searches and learned inversion use updates better.
+    """
+    single = seen.single_step and seen.num_examples == 1 and seen.clients == 1
+    if not single or not any(move.noise for move in countermoves(seen).values()):
+        return 0
+    entries = sum(tensor[0].numel() for tensor in seen.updates.values())
+    samples = min(Posterior().samples, len(seen.public_data), MOST_ENTRIES // entries)
+    return samples if samples >= FEWEST else 0
 
 
 def choose(seen: Observation, spare: Sequence[Batch], work: Effort, state: torch.Tensor) -> Choice:

@@ -21,7 +21,7 @@ HELD_OUT, FEWEST = 0.1, 20
 """Share of the public images on which the way of guessing is chosen, and the fewest images that it takes."""
 
 
-class Way(NamedTuple):
+class Decoding(NamedTuple):
     """A way to guess, with its mean squared error on public images that were held out."""
 
     name: str
@@ -103,7 +103,7 @@ class Posterior(Attack):
         return public[chosen[torch.randperm(len(chosen), generator=rng)[: self.samples].to(chosen.device)]]
 
 
-def rehearsed(evidence: Evidence, images: Tensor, rng: torch.Generator) -> tuple[list[Way], float]:
+def rehearsed(evidence: Evidence, images: Tensor, rng: torch.Generator) -> tuple[list[Decoding], float]:
     """Return all ways with their error on held-out candidates, and the error of the others' mean image.
 
     What would be seen of held-out images is drawn with new noise.
@@ -116,13 +116,13 @@ def rehearsed(evidence: Evidence, images: Tensor, rng: torch.Generator) -> tuple
     scale = float(evidence.gram.diagonal().mean()) / len(images)
     ways = [(LINEAR, ridge) for ridge in (*([1.0] if evidence.noisy else []), *(scale * r for r in RIDGES))]
     tried = [
-        Way(name, ridge, _error(guessed(played, mine, Way(name, ridge, 0.0)), truth))
+        Decoding(name, ridge, _error(guessed(played, mine, Decoding(name, ridge, 0.0)), truth))
         for name, ridge in [*ways, (MIXTURE, 0.0)]
     ]
     return tried, _error(mine.flatten(1).double().mean(0), truth)
 
 
-def guessed(evidence: Evidence, images: Tensor, way: Way) -> Tensor:
+def guessed(evidence: Evidence, images: Tensor, way: Decoding) -> Tensor:
     """Return the guesses (T, pixels) of a way, from the images of all candidates."""
     if way.name == LINEAR:
         return linear_estimate(evidence, images, way.ridge).clamp(0, 1)

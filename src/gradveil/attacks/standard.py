@@ -39,10 +39,11 @@ class Standard(Attack):
     are done. For all others the attacker plays clients with a few public images under the same protocol and defence.
     Short searches of their updates choose the settings of gradient matching. Then they are attacked in every way that
     fits (gradient matching with these settings, learned inversion, principal components of public images, independent
-    components of a batch; knowing the defence or not), and the targets in the way that was best on them. Without public
-    images it plays gradient matching alone, and keeps what a search explained. Batches that are too large to search
-    meet the closed forms, or ``representations`` (one picture per class) if none fits. In the spirit of AutoAttack
-    there is nothing to tune; ``why`` says what was chosen and why, and flags say when figures should not be trusted.
+    components of a batch, likely public images under known noise; knowing the defence or not), and the targets in the
+    way that was best on them. Without public images it plays gradient matching alone, and keeps what a search
+    explained. Batches that are too large to search meet the closed forms, or ``representations`` (one picture per
+    class) if none fits. In the spirit of AutoAttack there is nothing to tune; ``why`` says what was chosen and why, and
+    flags say when figures should not be trusted.
 
     Needs: the number of examples; for several local steps how clients train. Public images make it much stronger.
     Fails: where all its parts do; in batches beyond a few images, unless a Linear layer wider than the batch is early

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradveil.attacks.base import Scene
 from gradveil.errors import ConfigError
 from gradveil.models.base import move_input_hooks, normalisation_of
+from gradveil.models.trunk import trunk_of
 from gradveil.networks.space import Space
 from gradveil.networks.watch import inputs_of
 from gradveil.threat import Observation, Reconstruction
@@ -148,9 +149,14 @@ def first_linear(network: nn.Module, shape: tuple[int, int, int]) -> str:
         if name in reached and reached[name].shape == wanted.shape and torch.equal(reached[name], wanted):
             return name
     first = type(layers[0][1]).__name__ if layers else "nothing"
+    way_out = "Use --model mlp or --model logistic, or an attack that inserts a layer, such as imprint."
+    if trunk_of(network) is not None:
+        first, way_out = (
+            "a head on frozen features",
+            "Use --attacks posterior,lti, which learn the way back from features.",
+        )
     raise ConfigError(
-        f"The network's first layer must be a Linear with bias on the flattened image, got {first}. "
-        "Use --model mlp or --model logistic, or an attack that inserts a layer, such as imprint."
+        f"The network's first layer must be a Linear with bias on the flattened image, got {first}. {way_out}"
     )
 
 
