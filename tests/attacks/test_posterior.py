@@ -92,6 +92,9 @@ def test_a_batch_gets_no_guess():
     found = Posterior()(seen, torch.Generator())
     assert found.images.isnan().all()
     assert "a single image" in found.why[0]
+    few = Posterior()(look(3.0, rounds=1)[1].with_public(smooth(19, 2)), torch.Generator())
+    assert few.images.isnan().all()
+    assert "at least 20 public images" in few.why[0]
     assert Posterior().too_large(2, 1)
     assert "local step" in Posterior().too_large(1, 5)
 

@@ -61,6 +61,7 @@ class Posterior(Attack):
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.NUM_EXAMPLES, Knowledge.PUBLIC_DATA})
     most_images: ClassVar[int] = 1
+    fewest_public: ClassVar[int] = FEWEST
     adapts: ClassVar[bool] = True
     weighs_knowledge: ClassVar[bool] = True
 
@@ -81,6 +82,8 @@ class Posterior(Attack):
         labels = known_or_recovered(seen)
         if not seen.single_step or seen.num_examples != 1 or seen.clients != 1:
             return nothing(seen, labels, "updates must be of a single image and a single step")
+        if len(seen.public_data) < FEWEST:
+            return nothing(seen, labels, f"at least {FEWEST} public images are needed")
         images = seen.public_data.images.new_full((seen.num_targets, *seen.shape), torch.nan)
         loss, why = labels.new_full((seen.num_targets,), torch.nan, dtype=torch.float64), [""] * seen.num_targets
         converged = torch.zeros_like(loss, dtype=torch.bool)
