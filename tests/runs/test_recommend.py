@@ -303,6 +303,7 @@ def test_flower_gets_what_differs_from_its_defaults_with_dashes():
     one = next(c for c in candidates(SMALL, SIZES) if c.name == BEST)
     config = run_config(one.training)
     assert (config["defence"], config["rounds"], config["aggregation"]) == (one.training.defence, 120, "secure")
+    assert config["sum-bits"] == 22  # secure sums over Flower are of whole numbers
     assert "device" not in config
     assert "batch-size" in config
     assert all(isinstance(value, (str, int, float)) for value in config.values())

@@ -11,6 +11,8 @@ from gradveil.runs.wish import DELTA, ROUNDED, Wish
 
 HEAD_ROUNDS = (60, 120)
 """Rounds in which a head on frozen features is trained; more rounds have more noise each."""
+SUM_BITS = 22
+"""Bits of the whole numbers in secure sums, as they are added up over Flower."""
 LARGER = (1, 4)
 """Batches of dp-sgd, in units of the user's; all images of a client are tried too."""
 UNPROVEN = {
@@ -101,7 +103,7 @@ def _heads(wish: Wish, model: str, aux: str, share: float) -> list[Protection]:
             why = "the server may break secure aggregation" if wish.clients > 1 else "there is only one client"
             found.append(Protection(title, None, why_not=why))
         else:
-            shared = replace(head, defence=f"{head.defence},at=sum", aggregation="secure")
+            shared = replace(head, defence=f"{head.defence},at=sum", aggregation="secure", sum_bits=SUM_BITS)
             found.append(Protection(title, shared, worst=shared.defence))
     return found
 
@@ -162,7 +164,7 @@ def _unproven(wish: Wish, share: float) -> list[Protection]:
     found = []
     for name, defence in UNPROVEN.items():
         asked = replace(wish.reference(), defence=defence, rounds=_rounds(wish.rounds, share))
-        training = replace(asked, aggregation="secure") if wish.clients > 1 else None
+        training = replace(asked, aggregation="secure", sum_bits=SUM_BITS) if wish.clients > 1 else None
         one = Protection(f"{name} (no proof)", training, proven=False, worst=defence)
         if wish.proof == "required":
             one = one.without("it has no proof; --proof measured attacks it")
