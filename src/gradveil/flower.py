@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradveil.engines.flower_protect import ProtectMod, private_folder, protect
+    from gradveil.engines.flower_protect import ProtectMod, hide_errors, private_folder, protect
     from gradveil.engines.flower_train import ProtectedRound, own_network, shared_arrays, train
     from gradveil.runs.flower_tap import FlowerTap as Tap
 
@@ -15,6 +15,7 @@ _PLACES = {
     "ProtectMod": "engines.flower_protect",
     "ProtectedRound": "engines.flower_train",
     "Tap": "runs.flower_tap",
+    "hide_errors": "engines.flower_protect",
     "own_network": "engines.flower_train",
     "private_folder": "engines.flower_protect",
     "protect": "engines.flower_protect",
@@ -23,7 +24,17 @@ _PLACES = {
 }
 """The module below gradveil that each public name lives in."""
 
-__all__ = ["ProtectMod", "ProtectedRound", "Tap", "own_network", "private_folder", "protect", "shared_arrays", "train"]
+__all__ = [
+    "ProtectMod",
+    "ProtectedRound",
+    "Tap",
+    "hide_errors",
+    "own_network",
+    "private_folder",
+    "protect",
+    "shared_arrays",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:

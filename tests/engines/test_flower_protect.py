@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from gradveil.catalogue import catalogue
 from gradveil.defences import Defence, build_defence
 from gradveil.defences.base import HOOKS
-from gradveil.engines.flower_protect import private_folder, protect
+from gradveil.engines.flower_protect import hide_errors, private_folder, protect
 from gradveil.errors import ConfigError
 from gradveil.secret_stream import SecretStream
 from tests.engines.flower_apps import OwnGrid, _a_task, app_that_adds, asked  # noqa: F401 - a fixture
@@ -261,6 +261,24 @@ def test_the_app_can_name_a_folder_where_the_site_names_none(tmp_path):
     assert weights(reply)["w"][0] == pytest.approx(1.05)
     with pytest.raises(ConfigError, match="private-folder"):
         private_folder(OwnGrid(None).context(10))
+
+
+def test_a_site_with_a_private_folder_answers_a_round_once(tmp_path):
+    node = {"private-folder": str(tmp_path)}
+    found = []
+    for number in (1, 1, 3, 2, 4):
+        message = asked(START, config=ConfigRecord({"server-round": number}))
+        reply, _ = answer([protect("gaussian:std=1")], message=message, **node)
+        found.append("code 'round'" in reply.error.reason if reply.has_error() else "weights")
+    assert found == ["weights", True, "weights", True, "weights"]
+
+
+def test_the_text_of_an_error_of_the_app_stays_at_the_site(caplog):
+    reply, grid = answer([hide_errors, failing])
+    assert "code 'internal'" in reply.error.reason
+    assert PRIVATE.encode() not in grid.came[0]
+    assert PRIVATE in caplog.text
+    assert weights(answer([hide_errors])[0])["w"][0] == pytest.approx(1.1)
 
 
 def test_the_app_cannot_change_what_counts_as_received():

@@ -12,7 +12,7 @@ from gradveil.data import load_dataset
 from gradveil.defences import build_defence
 from gradveil.engines.flower_train import own_network, shared_arrays, train
 from gradveil.engines.simulation import Simulation
-from gradveil.errors import ConfigError, DataError, DefenceError, RunFolderError
+from gradveil.errors import ConfigError, DataError, DefenceError, RefusedError, RunFolderError
 from gradveil.federated.client import Broadcast
 from gradveil.models import create_model
 from gradveil.storage import load_tensors
@@ -135,7 +135,7 @@ def test_a_loader_gives_the_images_and_the_size_of_batches(lenet, digits):
         ("ca-fl", {}, ConfigError, "whose server has work to do"),
         ("veil:mu=8", {}, ConfigError, "how many rounds there are"),
         ("veil:mu=8,at=sum", {"rounds": 2}, ConfigError, "secure aggregation"),
-        ("veil:mu=8", {"rounds": 2, "round_number": 3}, DefenceError, "budget is spent"),
+        ("veil:mu=8", {"rounds": 2}, ConfigError, "keeps private files, or counts rounds"),
         ("fedkl", {}, ConfigError, "keeps private files"),
         ("loda", {}, ConfigError, "needs public images"),
         ("mixup", {"epoch": 2}, ConfigError, "'epoch'"),
@@ -146,6 +146,19 @@ def test_a_loader_gives_the_images_and_the_size_of_batches(lenet, digits):
 def test_what_cannot_be_protected_is_refused(lenet, digits, defence, options, error, text):
     with pytest.raises(error, match=text):
         train(lenet, digits, defence, lr=0.1, **options)
+
+
+def test_a_round_is_trained_once_and_a_budget_ends(lenet, digits, tmp_path):
+    def veiled(number):
+        return train(lenet, digits, "veil:mu=8", lr=0.1, rounds=2, round_number=number, folder=tmp_path)
+
+    veiled(1)
+    with pytest.raises(RefusedError, match="got 1 after '1'"):
+        veiled(1)
+    veiled(2)
+    with pytest.raises(DefenceError, match="budget is spent"):
+        veiled(3)
+    assert (tmp_path / "0" / "answered").stat().st_mode & 0o777 == 0o600
 
 
 def test_wrong_batches_are_refused(lenet, digits):

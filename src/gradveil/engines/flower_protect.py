@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradveil.defences import Defence, build_defence
+from gradveil.engines.answered import answer_once
 from gradveil.engines.messages import read_arrays
 from gradveil.engines.site_codes import code_of
 from gradveil.engines.update_protection import (
@@ -53,7 +54,7 @@ def protect(
         app = ClientApp(mods=[gradveil.flower.protect("gaussian:std=0.01")])
 
     Place it first in the list, so that it sees the reply last. Only ``train`` messages are changed; replies to
-    ``evaluate`` and ``query`` pass as they are.
+    ``evaluate`` and ``query`` pass as they are. If the site has a private folder, each round is answered once.
 
     Args:
         defence: a defence that works on updates alone: clip, gaussian, laplace, prune, quantise, your own, or a chain.
@@ -62,7 +63,7 @@ def protect(
             unprotected. They are recognised by their names in a state dict.
         record: name of the model's ArrayRecord in the server's message, if it has several.
         allow: names of further ArrayRecords and ConfigRecords of the reply that may leave unprotected.
-        folder: private folder for defences that keep state, unless the node config names ``private-folder``.
+        folder: private folder for state and the rounds answered, unless the node config names ``private-folder``.
 
     Raises:
         ConfigError: the defence needs more than updates, or protects no updates at all.
@@ -106,15 +107,15 @@ class ProtectMod:
             return call_next(message, context)
         try:
             received = read_arrays(message.content, self._model_name(message.content), None, _MOST_ENTRIES)
-            told = _told_round(message.content)
+            told, place = _told_round(message.content), self._place(context)
+            if place is not None and told:
+                answer_once(place / f"answered-{message.metadata.message_type}", told)
             reply = call_next(message, context)
             if reply.has_error():
                 return reply
-            self._replace(reply.content, received, context, told)
-        except Exception as error:  # its text may hold private values, and Flower would send it
-            LOG.exception("The site sent nothing.")
-            reason = f"gradveil.flower.protect sent nothing (code {code_of(error)!r}). The site's log says why."
-            return Message(Error(_CODE, reason), reply_to=message)
+            self._replace(reply.content, received, context, max(told, 1))
+        except Exception as error:
+            return _failed(message, error)
         return reply
 
     def _model_name(self, content: RecordDict) -> str:
@@ -163,17 +164,38 @@ class ProtectMod:
     def _protected(self, update: Update, start: Tensors, context: Context, told: int) -> Update:
         """Return the update after the defence, whose state is read from the private folder and saved there."""
         number = context.node_config.get("partition-id")
-        number = number if isinstance(number, int) else None
+        number = number if isinstance(number, int) else 0
         name_one = "Name one in the node config: --node-config \"private-folder='/srv/gradveil' partition-id=0\"."
-        place = ProtectionPlace(number or 0, told, self._private_folder(context, number), name_one)
-        return protected_update(self.defence, update, start, place)
+        place = self._place(context)
+        folder = None if place is None else PrivateFolder(place / "private")
+        return protected_update(self.defence, update, start, ProtectionPlace(number, told, folder, name_one))
 
-    def _private_folder(self, context: Context, number: int | None) -> PrivateFolder | None:
+    def _place(self, context: Context) -> Path | None:
         """Return the folder of this run and client, or None if the site has named none."""
         if not (context.node_config.get("private-folder") or self.folder):
             return None
-        owner = f"mod-node-{context.node_id}" if number is None else f"mod-{number}"
-        return PrivateFolder(private_folder(context, self.folder) / owner / "private")
+        number = context.node_config.get("partition-id")
+        owner = f"mod-{number}" if isinstance(number, int) else f"mod-node-{context.node_id}"
+        return private_folder(context, self.folder) / owner
+
+
+def hide_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Answer a message as the app does; an error's text, which may hold private values, stays in the site's log.
+
+    A mod for apps that call `gradveil.flower.train`: Flower itself would send the text of an exception to the server.
+    """
+    try:
+        return call_next(message, context)
+    except Exception as error:
+        return _failed(message, error)
+
+
+def _failed(message: Message, error: Exception) -> Message:
+    """Return a reply with a short code in place of an error's text, which goes to the site's log."""
+    LOG.error("The site sent nothing.", exc_info=error)
+    return Message(
+        Error(_CODE, f"The client sent nothing (code {code_of(error)!r}). Its log has more."), reply_to=message
+    )
 
 
 def private_folder(context: Context, otherwise: str | Path | None = None) -> Path:
@@ -192,9 +214,9 @@ def private_folder(context: Context, otherwise: str | Path | None = None) -> Pat
 
 
 def _told_round(content: RecordDict) -> int:
-    """Return the round that the server states, or 1."""
+    """Return the round that the server states, or 0."""
     told = [record.get("server-round") for record in content.config_records.values()]
-    return next((value for value in told if isinstance(value, int) and value >= 1), 1)
+    return next((value for value in told if isinstance(value, int) and value >= 1), 0)
 
 
 def _examples(content: RecordDict) -> int:

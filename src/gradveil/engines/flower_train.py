@@ -6,7 +6,7 @@ hooks, same private files. Only what may leave the device is returned.
 
 import copy
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,18 +14,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gradveil.config import TrainSettings, make_train_settings
-from gradveil.data import Split
 from gradveil.data.federated import FederatedData
 from gradveil.defences import Defence, build_defence
 from gradveil.defences.chain import plans
+from gradveil.engines.answered import answer_once
 from gradveil.engines.devices import Devices, defended, is_private
+from gradveil.engines.own_images import Pairs, one_client
 from gradveil.engines.simulation import check_choices, refuse_unmarked, server_network
-from gradveil.errors import ConfigError, DataError, DefenceError, DivergedError, RunFolderError
+from gradveil.errors import ConfigError, DefenceError, DivergedError, RunFolderError
 from gradveil.federated.client import Broadcast
 from gradveil.federated.flat import FlatModel
 from gradveil.storage import PrivateFolder
@@ -39,7 +39,6 @@ OPTIONS = (
 """Fields of `TrainSettings` that `train` takes."""
 _SERVER_HOOKS = ("on_server", "early_clients", "public")
 """Hooks without whose work on the server a client can't protect, or the server can't read, an update."""
-Pairs = Iterable[Any] | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,11 @@ def train(  # noqa: PLR0913 - a user names them
             read once. Defences that change images need pixels in [0, 1].
         defence: the defence with its settings, such as ``soteria:prune=0.6``.
         lr: the learning rate.
-        round_number: number of the round, from 1.
+        round_number: number of the round, from 1. With a folder, each is trained once, in increasing order.
         received: the tensors that the server sent, for defences that edit the network (fedkl, precode): their server
             starts with `shared_arrays`.
-        folder: private folder of this run, for defences that keep keys, images or other state; see `private_folder`.
+        folder: private folder of this run, needed by defences that keep keys, images or other state, or whose
+            guarantee counts rounds (veil); see `private_folder`.
         client: number of this client, from 0.
         aux: public images and labels, for defences that use them.
         sensitive: (N,) bool, the marked images.
@@ -114,17 +114,19 @@ def train(  # noqa: PLR0913 - a user names them
     settings = _settings(given, {"lr": lr, **_batch_size(loader), **options}, client, seed)
     settings = given.training(settings)
     planned = given.planned(settings)
-    data = _one_client(loader, sensitive, aux, client, settings.clients)
+    data = one_client(loader, sensitive, aux, client, settings.clients)
     _check(settings, planned, data, model)
     with ExitStack() as stack:
         place = Path(folder).expanduser() if folder is not None else None
         home = place or Path(stack.enter_context(TemporaryDirectory(prefix="gradveil-client-")))
         fresh = secrets.randbits(256) if seed is None else seed
         devices = Devices(settings, data, planned, partial(copy.deepcopy, model), home, fresh)
-        if place is None and (devices.net.has_private or planned.overrides("on_data")):
+        if place is None and (devices.net.has_private or planned.overrides("on_data") or plans(given, "planned")):
             raise _needs_folder(planned)
         arrived = dict(model.state_dict() if received is None else received)
         vector = devices.net.shared_vector({name: t.detach() for name, t in arrived.items()})
+        if place is not None:
+            answer_once(place / str(client) / "answered", round_number)
         played = devices.train(client, Broadcast(vector, lr, round_number))
         if place is None and any(home.rglob("*.safetensors")):
             raise _needs_folder(planned)
@@ -199,46 +201,6 @@ def _batch_size(loader: Pairs) -> dict[str, int]:
     return {"batch_size": size} if isinstance(size, int) else {}
 
 
-def _one_client(loader: Pairs, sensitive: Tensor | None, aux: Pairs | None, client: int, clients: int) -> FederatedData:
-    """Return the data of one client, under its number."""
-    if client >= clients:
-        raise ConfigError(f"client must be below the number of clients ({clients}), got {client}. Raise clients=.")
-    train = _read(loader)
-    marks = np.zeros(len(train), bool) if sensitive is None else torch.as_tensor(sensitive).bool().cpu().numpy()
-    if marks.shape != (len(train),):
-        raise DataError(f"sensitive must say yes or no for each of {len(train)} images, got shape {marks.shape}.")
-    offsets = np.where(np.arange(clients + 1) > client, len(train), 0)
-    nothing = Split(train.images[:0], train.labels[:0])
-    return FederatedData(train, nothing, np.arange(len(train)), offsets, marks, None if aux is None else _read(aux))
-
-
-def _read(loader: Pairs) -> Split:
-    """Return all images and labels of a loader, or of a pair of tensors."""
-    pairs: list[Any] = [loader] if _is_pair(loader) else [_pair(batch) for batch in loader]
-    if not pairs or not all(_is_pair(pair) for pair in pairs):
-        raise DataError("The loader must give batches (images, labels), got none or others. Pass a DataLoader.")
-    images = torch.cat([torch.as_tensor(pair[0]) for pair in pairs]).cpu()
-    labels = torch.cat([torch.as_tensor(pair[1]).flatten() for pair in pairs]).long().cpu()
-    if images.dim() != 4 or len(images) != len(labels):
-        raise DataError(
-            f"The loader must give images (N, C, H, W) with a label each, got {tuple(images.shape)} and {len(labels)}."
-        )
-    return Split(images.numpy() if images.dtype == torch.uint8 else images.float().numpy(), labels.numpy())
-
-
-def _pair(batch: object) -> object:
-    """Return the images and labels of a batch; data sets of Flower give them by name."""
-    if isinstance(batch, Mapping):
-        images = [batch[key] for key in ("images", "image", "img") if key in batch]
-        labels = [batch[key] for key in ("labels", "label") if key in batch]
-        return (images[0], labels[0]) if images and labels else batch
-    return batch
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(hasattr(part, "shape") for part in value)
-
-
 def _check(settings: TrainSettings, defence: Defence, data: FederatedData, model: nn.Module) -> None:
     """Raise before any work if the defence can't protect this network's training on these images."""
     check_choices(settings, defence)
@@ -265,7 +227,7 @@ def _sendable(weights: Tensors, arrived: Tensors, defence: Defence) -> dict[str,
 
 def _needs_folder(defence: Defence) -> ConfigError:
     return ConfigError(
-        f"Defence {defence.spec!r} keeps private files, got no folder for them. Pass "
+        f"Defence {defence.spec!r} keeps private files, or counts rounds, got no folder for that. Pass "
         "folder=gradveil.flower.private_folder(context), and name it in the node config: "
         "--node-config \"private-folder='/srv/gradveil'\"."
     )
