@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.analytic import exact_remark, nothing, rows_of
+from gradveil.attacks.parts.analytic import exact_remark
 from gradveil.attacks.parts.attacked_layer import AttackedLayer, attacked_layer
 from gradveil.attacks.parts.cocktail import published
 from gradveil.attacks.parts.completion import completed
 from gradveil.attacks.parts.components import unmix
 from gradveil.attacks.parts.exact_batches import by_span, factors, spans, unexplained
 from gradveil.attacks.parts.feature_inversion import FeatureSearch
+from gradveil.attacks.whole_batches import Layers, WholeBatches
 from gradveil.errors import ConfigError
 from gradveil.networks.space import Space
 from gradveil.progress import part
-from gradveil.threat import Knowledge, Observation, Reconstruction
+from gradveil.threat import Observation, Reconstruction
 from gradveil.validate import in_range, one_of
 
 WAYS = ("sparse", "published")
@@ -57,7 +57,7 @@ class Pictures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cpa(Attack):
+class Cpa(WholeBatches):
     r"""Treat the rows of a Linear layer's gradient as mixtures of its inputs, and separate them.
 
     .. math:: \frac{\partial L}{\partial W} = \sum_j \delta_j x_j^T = A V, \qquad [x_j\ 1] = p_j V
@@ -79,6 +79,9 @@ class Cpa(Attack):
     neurons are off for an image than the batch has images, the result stays an estimate: the larger the batch beside
     the number of pixels, the more images shine through each other. Recovered features do not help if the layers before
     have pooled the details away, or if BatchNorm used statistics of the batch.
+    Adapts: knowing the defence, it completes removed entries first, for a few images, and finds dcs2's concealed
+    samples beside the images (`gradveil.attacks.whole_batches`). Noise and rounding it always handles: only as many
+    directions count as there are images.
     Reference: Kariyappa et al. 2022, https://arxiv.org/abs/2209.05578, Sections 4 and 5.
     Differs from the paper: ``sparse``, which is better and faster than the published objective; ``relu``; sign and
     scale come from the gradient of the bias rather than from the range of the pixels.
@@ -100,10 +103,6 @@ class Cpa(Attack):
         in_range("iterations", self.iterations, 1)
         in_range("lr", self.lr, 0, open_low=True)
 
-    def too_large(self, images: int, local_steps: int) -> str:
-        """Return that several local steps are out of reach, or ""."""
-        return f"needs the gradient of a single step, got {local_steps:,} local steps" if local_steps > 1 else ""
-
     def unfit(self, network: nn.Module, shape: tuple[int, int, int], images: int | None) -> str:
         """Return why batches behind this network are out of reach, or ""."""
         try:
@@ -114,69 +113,56 @@ class Cpa(Attack):
             return f"The batch must be smaller than the Linear layer is wide ({width}), got {images}. Use fewer images."
         return ""
 
-    def out_of_reach(self, network: nn.Module, shape: tuple[int, int, int], images: int, local_steps: int) -> str:
-        """Return why the updates have too many local steps, or the layer does not fit them, or ""."""
-        return self.too_large(images, local_steps) or self.unfit(network, shape, images).rstrip(".")
-
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """Recover each target's batch; targets out of reach have no guess, and ``why`` says so."""
-        count = seen.num_examples if seen.knows(Knowledge.NUM_EXAMPLES) else None
-        reason = self.unfit(seen.network, seen.shape, count)
-        if not seen.single_step:
-            reason = "needs the gradient of a single step, got several local steps"
-        if reason:
-            return nothing(seen, count or 1, reason)
-        entry = attacked_layer(seen.network, seen.shape)
-        rows = rows_of(seen, entry.name)
-        gradients = -torch.cat([rows.weight, rows.bias[..., None]], 2)  # (T, m, D + 1)
-        later = seen.updates.get(f"{entry.after}.weight")
-        space = Space(seen.network, seen.shape, gradients)
+    def recover(self, seen: Observation, known: Layers, rng: torch.Generator) -> Reconstruction:
+        """Recover each target's batch."""
+        entry, count = known.entry, known.images
+        space = Space(seen.network, seen.shape, known.gradients)
         found = list[Inputs]()
-        for number, gradient in enumerate(gradients):
-            with part(number, len(gradients) * (1 if entry.on_images else 2)):
-                hidden = None if later is None else -later[number].double().cpu()
-                one = None if entry.on_images else self._in_span(gradient, entry, hidden, count, rng)
-                found.append(one or self._components(gradient, entry, space, count))
+        for number in range(len(known.gradients)):
+            with part(number, len(known.gradients) * (1 if entry.on_images else 2)):
+                one = None if entry.on_images else self._in_span(number, known, rng)
+                found.append(one or self._components(number, known, space))
         if entry.on_images:
             pictures = [_pictures(space, one) for one in found]
         else:
-            pictures = self._through_features(seen, entry, found, rng)
+            pictures = self._through_features(seen, known, found, rng)
         told = [_remark(entry, count or len(one.values), one) for one in found]
         return _collect(seen, pictures, told, count)
 
-    def _in_span(
-        self, gradient: Tensor, entry: AttackedLayer, later: Tensor | None, count: int | None, rng: torch.Generator
-    ) -> Inputs | None:
+    def _in_span(self, target: int, known: Layers, rng: torch.Generator) -> Inputs | None:
         """Return features that the next layer's gradient tells apart, or None if it can't be used."""
-        parts = factors(gradient, count)
+        parts, later = known.factors(target), known.later[target]
         if later is None or not self.relu or not parts.rank:
             return None
-        hidden = factors(later, count or parts.rank)
+        hidden = factors(later, known.parts or parts.rank)
         if not spans(hidden, parts):
             return None
-        values, sure = by_span(parts, entry.layer, hidden.basis, _RESTARTS, rng)
+        values, sure = by_span(parts, known.entry.layer, hidden.basis, _RESTARTS, rng)
         return Inputs(values.nan_to_num(0.0, 0.0, 0.0), int(sure.sum()), torch.nan)
 
-    def _components(self, gradient: Tensor, entry: AttackedLayer, space: Space, count: int | None) -> Inputs:
+    def _components(self, target: int, known: Layers, space: Space) -> Inputs:
         """Return independent components, or what ReLU makes of them if that explains the gradient better."""
-        parts = factors(gradient, count)
+        gradient, parts, entry = known.gradients[target], known.factors(target), known.entry
         if not parts.rank:
             return Inputs(gradient.new_empty(0, gradient.shape[1] - 1), 0, torch.nan)
         separate, layer = self._separation(entry.shape), entry.layer if entry.relu else None
 
-        def judged(rows: Tensor, known: bool) -> Inputs:
+        def judged(rows: Tensor, exact: bool) -> Inputs:
             mixed = rows @ parts.basis
             values = (mixed[:, :-1] / mixed[:, -1:]).nan_to_num(0.0, 0.0, 0.0)
-            values = space.box(values) if entry.on_images else values
+            values = space.box(values) if entry.on_images and not known.conceals else values
             loss = unexplained(gradient, layer, values)
-            return Inputs(values, parts.rank if known and loss < EXACT else 0, loss)
+            return Inputs(values, parts.rank if exact and loss < EXACT else 0, loss)
 
         estimate = separate(parts.basis)
         best = judged(estimate, parts.rank == 1)
         if self.relu and entry.relu and parts.rank > 1:
-            rows, known = completed(parts, entry.layer, estimate, separate)
-            best = min(best, judged(rows, bool(known.all())), key=lambda one: one.loss)
-        return best
+            rows, right = completed(parts, entry.layer, estimate, separate)
+            best = min(best, judged(rows, bool(right.all())), key=lambda one: one.loss)
+        if not (known.conceals and entry.on_images):
+            return best
+        values = best.values[known.pictures(best.values, space)]
+        return Inputs(values, len(values) if best.sure else 0, best.loss)
 
     def _separation(self, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         """Return the function from mixtures (k, D + 1), the last column of which is the bias, to their unmixing."""
@@ -186,21 +172,22 @@ class Cpa(Attack):
         return lambda mixtures: way(mixtures[:, :-1])
 
     def _through_features(
-        self, seen: Observation, entry: AttackedLayer, found: list[Inputs], rng: torch.Generator
+        self, seen: Observation, known: Layers, found: list[Inputs], rng: torch.Generator
     ) -> list[Pictures]:
-        """Search an image for each recovered feature vector."""
+        """Search an image for each recovered feature vector; those of concealed samples are explained worst."""
         like = next(iter(seen.updates.values()))
         counts = [len(one.values) for one in found]
         if not sum(counts):
             return [Pictures(like.new_empty(0, *seen.shape), torch.nan, False) for _ in found]
         search = FeatureSearch(self.iterations, _FEATURE_LR, _FEATURE_TV, distance="l2", start="grey")
         with part(1, 2):
-            every = search(seen, entry.name, torch.cat([one.values for one in found]).to(like), rng)
-        each = zip(found, *(torch.split(tensor, counts) for tensor in every[:3]), strict=True)
-        return [
-            Pictures(images, float(loss.mean()), 0 < one.sure == len(images) and bool(close.all()))
-            for one, images, loss, close in each
-        ]
+            every = search(seen, known.entry.name, torch.cat([one.values for one in found]).to(like), rng)
+        pictures = []
+        for one, images, loss, close in zip(found, *(torch.split(each, counts) for each in every[:3]), strict=True):
+            kept = loss.argsort(stable=True)[: known.images] if known.conceals else slice(None)
+            whole = 0 < one.sure == len(images) and bool(close[kept].all())
+            pictures.append(Pictures(images[kept], float(loss[kept].mean()), whole))
+        return pictures
 
 
 def _pictures(space: Space, found: Inputs) -> Pictures:

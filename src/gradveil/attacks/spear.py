@@ -1,27 +1,24 @@
 """SPEAR: recover whole batches exactly from the gradient of a first Linear layer with ReLU."""
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks.base import Attack
-from gradveil.attacks.parts.analytic import exact_remark, first_linear, nothing, outside
-from gradveil.attacks.parts.exact_batches import ReluLayer, by_span, by_zeros, factors, misfit, spans
+from gradveil.attacks.parts.analytic import exact_remark, first_linear
+from gradveil.attacks.parts.exact_batches import by_span, by_zeros, factors, misfit, spans
 from gradveil.attacks.parts.following import next_linear, relu_follows
-from gradveil.attacks.parts.undoing import concealed, undone_rows
+from gradveil.attacks.whole_batches import Layers, WholeBatches
 from gradveil.errors import ConfigError
 from gradveil.networks.space import Space
-from gradveil.threat import Knowledge, Observation, Reconstruction
+from gradveil.threat import Observation, Reconstruction
 from gradveil.validate import in_range, one_of
 
 WAYS = ("auto", "span", "zeros")
 
 
 @dataclass(frozen=True)
-class Spear(Attack):
+class Spear(WholeBatches):
     r"""Factor the gradient of the first layer into images and their errors, using that ReLU turns neurons off.
 
     .. math:: \frac{\partial L}{\partial W} = \frac{\partial L}{\partial Z} X^T = A V, \qquad
@@ -54,18 +51,12 @@ class Spear(Attack):
         restarts: random starts at most per target; the search ends as soon as everything is found.
     """
 
-    adapts: ClassVar[bool] = True
-
     way: str = "auto"
     restarts: int = 2048
 
     def __post_init__(self) -> None:
         one_of("way", self.way, WAYS)
         in_range("restarts", self.restarts, 1)
-
-    def too_large(self, images: int, local_steps: int) -> str:
-        """Return that several local steps are out of reach, or ""."""
-        return f"needs the gradient of a single step, got {local_steps:,} local steps" if local_steps > 1 else ""
 
     def unfit(self, network: nn.Module, shape: tuple[int, int, int], images: int | None) -> str:
         """Return why batches behind this network are out of reach, or ""."""
@@ -82,58 +73,30 @@ class Spear(Attack):
             return f"way=span needs a Linear layer behind the ReLU after {name}. Use way=zeros."
         return ""
 
-    def out_of_reach(self, network: nn.Module, shape: tuple[int, int, int], images: int, local_steps: int) -> str:
-        """Return why the updates have too many local steps, or the layer does not fit them, or ""."""
-        return self.too_large(images, local_steps) or self.unfit(network, shape, images).rstrip(".")
+    def recover(self, seen: Observation, known: Layers, rng: torch.Generator) -> Reconstruction:
+        """Recover each target's batch."""
+        found = [self._batch(target, known, rng) for target in range(len(known.gradients))]
+        space = Space(seen.network, seen.shape, torch.zeros((), dtype=torch.float64))
+        if known.conceals:
+            kept = [known.pictures(inputs, space) for inputs, _ in found]
+            found = [(inputs[some], sure[some]) for (inputs, sure), some in zip(found, kept, strict=True)]
+        return self._collect(seen, found, known, space)
 
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """Recover each target's batch; targets out of reach have no guess, and ``why`` says so."""
-        count = seen.num_examples if seen.knows(Knowledge.NUM_EXAMPLES) else None
-        reason = self.unfit(seen.network, seen.shape, count)
-        if not seen.single_step:
-            reason = "needs the gradient of a single step, got several local steps"
-        if reason:
-            return nothing(seen, count or 1, reason)
-        name = first_linear(seen.network, seen.shape)
-        linear = seen.network.get_submodule(name)
-        layer = ReluLayer(*(linear.get_parameter(key).detach().double().cpu() for key in ("weight", "bias")))
-        hidden = concealed(seen)
-        undone = undone_rows(seen, name, None if count is None or hidden else count)
-        rows = undone.rows
-        gradients = -torch.cat([rows.weight, rows.bias[..., None]], 2)  # (T, m, D + 1)
-        later = seen.updates.get(f"{next_linear(seen.network, seen.shape, name)}.weight")
-        laters = [None] * len(gradients) if later is None else list(-later.double().cpu())
-        whole = count if count is None else count + math.ceil(count * hidden)
-        found = [self._batch(one, layer, after, whole, rng) for one, after in zip(gradients, laters, strict=True)]
-        if hidden and count is not None:
-            space = Space(seen.network, seen.shape, torch.zeros((), dtype=torch.float64))
-            found = [_like_pictures(inputs, sure, count, space) for inputs, sure in found]
-            undone = undone._replace(answers=(WITHOUT,) * len(found), notes=("",) * len(found))
-        return undone.told(self._collect(seen, found, gradients, layer, count))
-
-    def _batch(
-        self, gradient: Tensor, layer: ReluLayer, later: Tensor | None, count: int | None, rng: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def _batch(self, target: int, known: Layers, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the layer's inputs (k, D), and which of them are surely right."""
-        parts = factors(gradient, count)
+        parts, later, layer = known.factors(target), known.later[target], known.entry.layer
         if parts.rank == 0:
-            return gradient.new_empty(0, gradient.shape[1] - 1), torch.empty(0, dtype=torch.bool)
-        hidden = None if later is None else factors(later, parts.rank if count is None else count)
+            return layer.weight.new_empty(0, layer.weight.shape[1]), torch.empty(0, dtype=torch.bool)
+        hidden = None if later is None else factors(later, known.parts or parts.rank)
         if hidden is not None and self.way != "zeros" and spans(hidden, parts):
             return by_span(parts, layer, hidden.basis, self.restarts, rng)
         return by_zeros(parts, layer, self.restarts, rng)
 
     def _collect(
-        self,
-        seen: Observation,
-        found: list[tuple[Tensor, Tensor]],
-        gradients: Tensor,
-        layer: ReluLayer,
-        count: int | None,
+        self, seen: Observation, found: list[tuple[Tensor, Tensor]], known: Layers, space: Space
     ) -> Reconstruction:
         """Return the images in [0, 1], and no guess for those that were not found."""
-        like = next(iter(seen.updates.values()))
-        space = Space(seen.network, seen.shape, torch.zeros((), dtype=torch.float64))
+        like, count = next(iter(seen.updates.values())), known.images
         wanted = count or max(1, *(len(inputs) for inputs, _ in found))
         images = torch.full((len(found), wanted, *seen.shape), torch.nan, dtype=torch.float64)
         loss, why = torch.full((len(found),), torch.nan, dtype=torch.float64), list[str]()
@@ -142,7 +105,7 @@ class Spear(Attack):
             pixels = space.to_pixels(inputs.view(-1, *seen.shape)).nan_to_num(0.5, 0.5, 0.5).clamp(0, 1)
             images[target, : len(pixels)] = pixels
             if len(pixels):
-                loss[target] = misfit(gradients[target], layer, space.from_pixels(pixels).flatten(1))
+                loss[target] = misfit(known.gradients[target], known.entry.layer, space.from_pixels(pixels).flatten(1))
             why.append(exact_remark(count or len(inputs), len(inputs), int(sure.sum())))
         return Reconstruction(
             images=images.to(like),
@@ -155,11 +118,3 @@ class Spear(Attack):
 
 _EXACT = 1e-3
 """Relative misfit of the gradient up to which a batch counts as recovered, if every image is surely exact."""
-WITHOUT = "concealed samples found too, and left out"
-
-
-def _like_pictures(inputs: Tensor, sure: Tensor, count: int, space: Space) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` inputs (k, D) that leave the range of pixels least: concealed samples are far outside."""
-    pixels = space.to_pixels(inputs.view(-1, *space.shape)).flatten(1)
-    kept = outside(pixels).argsort()[:count]
-    return inputs[kept], sure[kept]

@@ -5,7 +5,7 @@ import torch
 
 from gradveil.attacks import build_attack
 from gradveil.attacks.parts.undoing import COMPLETED, LOW_RANK, SEPARATED, undone_rows
-from gradveil.attacks.spear import WITHOUT
+from gradveil.attacks.whole_batches import WITHOUT
 from gradveil.defences import build_defence
 from gradveil.threat import Knowledge
 from tests.attacks.scene import psnr, run, scene

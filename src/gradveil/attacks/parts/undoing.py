@@ -26,6 +26,7 @@ from gradveil.threat import Observation, Reconstruction
 
 COMPLETED, LOW_RANK, SEPARATED = "completed", "low rank", "separated"
 NOTHING = "scales or weighs gradients for a search, and changes no quotient of them"
+CUT_ANYWAY = "adds nothing: the number of images limits noise and rounding in any case, and a scale cancels"
 FITS = 1e-3
 """A completed matrix counts if it misses the known entries by at most this share."""
 MOST_IMAGES = 16
@@ -53,26 +54,44 @@ class Undone(NamedTuple):
         return replace(found, answers=self.answers, why=tuple("; ".join(filter(None, both)) for both in whys))
 
 
-def undone_rows(seen: Observation, name: str, images: int | None = None) -> Undone:
+def undone_rows(seen: Observation, name: str, images: int | None = None, *, truncates: bool = False) -> Undone:
     """Return the changes of a layer with what the known defence did undone; as they are if it is not known.
 
     Args:
         seen: what the server saw.
         name: of the layer, a Linear with bias.
         images: the number of images behind an update, or None if it is not known.
+        truncates: whether the attack itself takes the nearest matrix of that rank, and judges noise by the rest.
     """
     rows, nobody = rows_of(seen, name), ("",) * seen.num_targets
     moves = countermoves(seen)
-    move = next((each for each in moves.values() if each.separate or each.zeroes or each.noise), None)
-    if not moves:
+    if not moves or any(each.decode for each in moves.values()):  # decoders follow, and tell their own part
         return Undone(rows, nobody, nobody)
-    if move is None or images is None:
-        why = NOTHING if move is None else "helps only if the number of images is known"
+    useful = [each for each in moves.values() if each.separate or each.zeroes or (each.noise and not truncates)]
+    if not useful or images is None:
+        why = (CUT_ANYWAY if truncates else NOTHING) if not useful else "helps only if the number of images is known"
         note = f"as the plain attack: knowing {seen.defence.name} {why}"
         return Undone(rows, nobody, (note,) * seen.num_targets)
+    move = useful[0]
     if move.separate:
         return _separated(seen, name, rows, move)
     return _cleaned(seen, name, rows, move, images)
+
+
+def completed_weight(seen: Observation, name: str, images: int | None) -> Tensor | None:
+    """Return the change (T, m, D) of a weight, with entries completed that a known defence removed.
+
+    Where that is not possible, it is as it was sent. None if the weight was not sent.
+    """
+    if name not in seen.updates:
+        return None
+    sent = seen.updates[name].double().cpu()
+    move = next((each for each in countermoves(seen).values() if each.zeroes), None)
+    if move is None or images is None:
+        return sent
+    known = (seen.updates if move.look is None else move.look(seen.mean_gradients))[name] != 0
+    filled = [_filled(*pair, images)[0] for pair in zip(sent, known.cpu(), strict=True)]
+    return torch.stack([one if whole is None else whole for one, whole in zip(sent, filled, strict=True)])
 
 
 def concealed(seen: Observation) -> float:
@@ -118,7 +137,10 @@ def _cleaned(seen: Observation, name: str, rows: Rows, move: Countermove, images
 
 
 def _filled(matrix: Tensor, known: Tensor, images: int) -> tuple[Tensor | None, str]:
-    """Return a matrix with its unknown entries completed and zeros elsewhere, or why that is not possible."""
+    """Return a matrix with its unknown entries completed and zeros elsewhere, or why that is not possible.
+
+    Known entries stay as they are, so that what the completion leaves of them shows their precision.
+    """
     if images > MOST_IMAGES:
         return None, f"removed entries are completed for at most {MOST_IMAGES} images, got {images}"
     part = completed(matrix, known, images)
@@ -126,6 +148,7 @@ def _filled(matrix: Tensor, known: Tensor, images: int) -> tuple[Tensor | None, 
         return None, "too few entries are left to complete the others"
     clean = torch.zeros_like(matrix)
     clean[part.rows[:, None], part.columns] = part.values
+    clean = torch.where(known & (clean != 0), matrix, clean)
     return clean, ""
 
 
