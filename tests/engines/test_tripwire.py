@@ -470,3 +470,21 @@ def test_a_refused_training_can_be_resumed_with_warnings(tmp_path):
 
 def test_honest_runs_finish():
     assert play("refuse")[0] == play("off")[0]
+
+
+def test_parallel_rows_behind_a_layer_that_is_switched_off_are_honest(digits):
+    """As after a training that failed: the layer before passes nothing, or a few images."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [nn.Flatten(), nn.Linear(784, 20), nn.ReLU(), nn.Linear(20, 10), nn.ReLU(), nn.Linear(10, 10)]
+    network = nn.Sequential(*layers)
+    with torch.no_grad():
+        layers[3].weight[:] = layers[3].weight[:1] * torch.linspace(0.5, 2, 10)[:, None]
+        assert "parallel-rows" in checks(check_model(network, digits))
+        most = layers[1](digits.images.flatten(1)).amax(1).sort(descending=True).values
+        most = torch.cat([most[:1] + 1, most])
+        for passing, alarm in ((0, False), (2, False), (4, True)):
+            bound = (most[passing] + most[passing + 1]) / 2
+            layers[1].bias.sub_(bound)
+            assert checks(check_model(network, digits)) == ({"parallel-rows"} if alarm else set())
+            layers[1].bias.add_(bound)

@@ -219,12 +219,12 @@ def check_model(network: nn.Module, data: Batch, agreed: nn.Module | None = None
     for call in calls:
         rows = call.layer.weight.detach().flatten(1)  # (rows, entries)
         group = _parallel_weights(rows, CORRELATION) if call.inputs is None else _most_parallel(rows, call)
-        if len(group) >= FEWEST_ROWS:
-            found.append(_parallel(call.name, group, len(rows)))
-            found += _ladder(call, group)
-        else:
+        parallel = len(group) >= FEWEST_ROWS
+        if not parallel:
             found += _one_bin(call, learnt)
-        others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, group.cpu(), len(group) < FEWEST_ROWS)
+        elif _tells_apart(call.inputs):
+            found += [_parallel(call.name, group, len(rows)), *_ladder(call, group)]
+        others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, group.cpu(), not parallel)
         found += _traps(call.name, rows[others.to(rows.device)])
         if call.outputs is not None and len(some) >= few:
             fires = call.outputs[_spread(len(call.outputs), few)] > 0  # (images, rows)
@@ -398,6 +398,15 @@ def _most_parallel(rows: Tensor, call: _Call) -> Tensor:
         if (responses @ responses.T).fill_diagonal_(0).abs().max() < 0.9:
             groups.append(live[_largest_group(rows[live] @ centred.T, CORRELATION)])
     return max(groups, key=len)
+
+
+def _tells_apart(inputs: Tensor | None) -> bool:
+    """Return whether a layer gets more than `FEWEST_IMAGES` different inputs (N, entries), or is not known to get less.
+
+    Training that fails can switch all rows of a layer off. Later layers then see the same input for (nearly) all
+    images. Their rows may become parallel, but can't tell images apart.
+    """
+    return inputs is None or len(set(map(tuple, inputs.tolist()))) > min(FEWEST_IMAGES, len(inputs) - 1)
 
 
 def _largest_group(rows: Tensor, bound: float) -> Tensor:
