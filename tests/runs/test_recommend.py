@@ -130,6 +130,7 @@ def test_the_least_loss_on_held_out_images_is_recommended_and_verified_on_test_i
     found = recommend(SMALL, tmp_path / "r")
     assert found.chosen == BEST
     assert found.confirmed
+    assert {line["why"] for line in found.lines if line["holds"]} == {"", "it keeps the wish too, and loses more"}
     digits = load_dataset("mnist-5k")
     for name, _, dataset in played:
         size = len(digits.test) if name.startswith("verify") else round(0.2 * len(digits.train))

@@ -11,9 +11,11 @@ from gradveil.storage import write_atomic
 
 HEADS = {
     "candidate": "Candidate", "stage": "Stage", "accuracy": "Accuracy", "loss": "Points lost", "epsilon": "\u03b5",
-    "identified_bound": "Picked of 1,000", "psnr": "Attackers, dB", "why": "Why not",
+    "identified_bound": "Picked of 1,000", "psnr": "Attackers, dB", "blind_psnr": "Blind guess, dB",
+    "psnr_undefended": "Undefended, dB", "why": "Why not",
 }  # fmt: skip
 SHARES = ("accuracy", "identified_bound")
+DECIBELS = ("psnr", "blind_psnr", "psnr_undefended")
 Line = Mapping[str, Any]
 
 
@@ -41,8 +43,10 @@ def write_recommendation(out: Path, document: Line) -> Path:
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>gradveil recommend</title><style>{STYLE}
-td {{ white-space: normal; }} th, td {{ padding: .25rem .5rem; }} tr.chosen td {{ font-weight: 600; }}
-td:first-child {{ min-width: 15rem; }} td:last-child, th:last-child {{ text-align: left; }}</style></head><body>
+body {{ max-width: 72rem; }} .scroll {{ max-height: none; }} tr.chosen td {{ font-weight: 600; }}
+.scroll table {{ font-size: .9rem; }} .scroll th, .scroll td {{ white-space: normal; padding: .25rem .5rem; }}
+.scroll td:first-child {{ min-width: 16rem; }} .scroll td:last-child, .scroll th:last-child {{ text-align: left; }}
+</style></head><body>
 <h1>{escape(headline(document))}</h1>
 <p>The wish: {escape(document["promise"])}, at a loss of at most {document["max_loss"]:g} points.
 {escape("" if chosen else nearest_text(document))}</p>
@@ -51,7 +55,7 @@ src="data:image/png;base64,{_picture(document)}">
 <h2>What was tried</h2>
 <p>Accuracies in this table are of {document["held_out"]:,} training images that were held out; without protection
 {escape(document["model"])} has {document["reference"]:.1%}. Attackers had clients with one image each, and one update
-with the budget of the whole training; beside it stand a blind guess and the same attack without the defence.</p>
+with the budget of the whole training; beside them stand a blind guess and the same attack without the defence.</p>
 {_table(HEADS, document["lines"], chosen)}{_not_attacked(document["lines"])}
 {_verification(document["check"]) if document["check"] else ""}
 {_use(document["advice"]) if document["advice"] else ""}
@@ -62,17 +66,13 @@ with the budget of the whole training; beside it stand a blind guess and the sam
 
 
 def cell(key: str, line: Line) -> str:
-    """Return the text of a cell; attackers stand beside the blind guess and the undefended scene."""
+    """Return the text of a cell."""
     value = line[key]
     if value is None:
         return "-"
-    if key == "psnr":
-        beside = (("blind", line["blind_psnr"]), ("undefended", line["psnr_undefended"]))
-        told = ", ".join(f"{what} {psnr:.1f}" for what, psnr in beside if psnr is not None)
-        return f"{value:.1f} ({told})"
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.1%}" if key in SHARES else f"{value:.2f}"
+    return f"{value:.1%}" if key in SHARES else f"{value:.1f}" if key in DECIBELS else f"{value:.2f}"
 
 
 def _table(heads: Mapping[str, str], lines: Iterable[Line], chosen: str) -> str:
@@ -94,9 +94,9 @@ def _not_attacked(lines: Iterable[Line]) -> str:
 
 def _verification(check: Line) -> str:
     """Return the test accuracies, with and without the protection, one line per seed."""
-    rows = zip(check["accuracies"], check["references"], check["losses"], strict=True)
+    rows = zip(check["seeds"], check["accuracies"], check["references"], check["losses"], strict=True)
     body = "".join(f"<tr><td>{n}</td><td>{a:.1%}</td><td>{b:.1%}</td><td>{c:.2f}</td></tr>"
-                   for n, (a, b, c) in enumerate(rows, 1))  # fmt: skip
+                   for n, a, b, c in rows)  # fmt: skip
     heads = "".join(f"<th>{head}</th>" for head in ("Seed", "Protected", "Without protection", "Points lost"))
     return f"""<h2>Verification</h2>
 <p>Trained on all training images and scored on the test images, which nothing before this has seen. Expected loss:

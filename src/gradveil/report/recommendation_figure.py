@@ -11,6 +11,8 @@ from gradveil.defences.parts.gaussian_dp import identification_bound
 CHOSEN, TRIED, OPEN = "#1c6a66", "0.45", "#b23a1e"
 NO_BOUND = 100.0
 """Where candidates without a guarantee stand, in per cent."""
+SHOWN, LEAST = 5.0, 8.0
+"""The axis of accuracy reaches down to this many times the largest loss, and to this many points at least."""
 
 
 def draw(document: Mapping[str, Any]) -> Figure:
@@ -24,9 +26,17 @@ def draw(document: Mapping[str, Any]) -> Figure:
     budgets = [(100 * identification_bound(one["mu"]), 100 * one["accuracy"]) for one in document["frontier"]]
     if len(budgets) > 1:
         axes.plot(*zip(*budgets, strict=True), "-s", color=CHOSEN, ms=4, lw=1, label="the best at other budgets")
+    lowest = reference - max(SHOWN * document["max_loss"], LEAST)
+    below = []
     for number, line in enumerate(document["lines"], 1):
-        if line["accuracy"] is not None:
+        if line["accuracy"] is None:
+            continue
+        if 100 * line["accuracy"] < lowest:
+            below.append(str(number))
+        else:
             _point(axes, number, line, chosen=line["candidate"] == document["chosen"])
+    if below:
+        axes.text(0.99, 0.02, f"far below: {', '.join(below)}", transform=axes.transAxes, fontsize=8, ha="right")
     axes.set_xscale("log")
     axes.set_xlim(0.09, 160)
     marks = (0.1, 1, 10, NO_BOUND)

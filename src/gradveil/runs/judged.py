@@ -97,7 +97,8 @@ def check_of(
     if not why and mean > wish.max_loss:
         why = f"loses {mean:.1f} points on test images, more than {wish.max_loss:g}"
     return line | {
-        "accuracies": ours, "references": theirs, "losses": [round(loss, 3) for loss in losses],
+        "seeds": list(range(wish.seed, wish.seed + len(pairs))), "accuracies": ours,
+        "references": theirs, "losses": [round(loss, 3) for loss in losses],
         "loss": round(mean, 3), "lowest": round(min(losses), 3), "highest": round(max(losses), 3),
         "holds": not why, "why": why,
     }  # fmt: skip

@@ -100,6 +100,8 @@ def recommend(
     kept = [line for line in lines if line["holds"]]
     best = _least(kept) or _least([line for line in lines if line["stage"] == "full"])
     chosen = next((one for one in every if kept and best and one.name == best["candidate"]), None)
+    for line in kept:
+        line["why"] = "" if line is best else "it keeps the wish too, and loses more"
     frontier = _frontier(trials, wish, sizes, best) if best else []
     check, advice = None, None
     if chosen is not None:
