@@ -138,7 +138,10 @@ def test_saved_rounds_record_their_settings(gradveil, tmp_path):
     gradveil("train", *QUICK, "--save-rounds", "1/3", "--out", tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run" / "rounds").iterdir()) == ["000001", "000003"]
     updates = sorted(path.name for path in (tmp_path / "run" / "rounds" / "000001").iterdir())
-    assert updates == ["model.safetensors", *(f"update-{client}.safetensors" for client in range(4))]
+    assert updates == [
+        "model.safetensors",
+        *(f"update-{client}.{kind}" for client in range(4) for kind in ("safetensors", "toml")),
+    ]
     with safe_open(tmp_path / "run" / "rounds" / "000001" / "update-0.safetensors", "pt") as file:
         assert file.metadata()["num_examples"] == "20"
         assert set(file.keys()) == {"linear.weight", "linear.bias"}

@@ -74,7 +74,8 @@ def test_single_updates_are_neither_listed_nor_saved(small, tmp_path):
     )
     train(few, tmp_path / "train", workers=0)
     saved = tmp_path / "train" / "rounds" / "000001"
-    assert sorted(path.name for path in saved.iterdir()) == ["model.safetensors", "update-mean.safetensors"]
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == ["model.safetensors", "update-mean.safetensors", "update-mean.toml"]
     before, mean = (load_file(saved / name) for name in ("model.safetensors", "update-mean.safetensors"))
     after = load_file(tmp_path / "train" / "model.safetensors")
     assert all(torch.allclose(before[name] + mean[name], after[name], atol=1e-7) for name in before)
