@@ -118,6 +118,17 @@ def test_one_step_of_training_sends_minus_lr_times_it():
     assert update.num_examples == 6
 
 
+def test_a_large_batch_passes_the_network_in_pieces_that_fit_the_memory():
+    """The network never sees more than 64 images at once, and the plain gradient of the batch is not computed."""
+    model, data, seen = make_model(), make_data(150), []
+    how = LocalSettings("fedsgd", batch_size=0)
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    update, _ = train(replace(SHUFFLE, clip=0.1), model, data, how, lr=1.0)
+    assert max(seen) == 64
+    whole = naive(model, data, 0.1, 150)
+    assert close(dict(update.tensors), {name: -tensor for name, tensor in whole.items()})
+
+
 def test_soft_labels():
     model, batch = make_model(), make_data(4)
     soft = replace(batch, labels=F.one_hot(batch.labels, 3).double() * 0.7 + 0.1)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError, MessageError
 from gradveil.federated.server import Missing, play_round
 from gradveil.models import create_model
+from gradveil.models.trunk import learn_features
 from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Update
 
@@ -103,6 +105,22 @@ def test_an_image_that_overflows_counts_as_zero_and_an_empty_sample_is_zero():
     found, _ = head_sum(model, data, 0.3, 2**-20)
     assert not found.any()
     assert not head_sum(make_head(), data[slice(0, 0)], 0.3, 2**-20)[0].any()
+
+
+def test_a_sum_leaves_the_remembered_features_as_they_are():
+    model, data = make_head().double(), make_data(5)
+    data = replace(data, images=data.images.double())
+    model.trunk.memo = learn_features(model, model.trunk, data.images)
+    before = model.trunk.memo.features.clone()
+    assert before.dtype == torch.float64, "no copy by conversion"
+    head_sum(model, data, 0.3, 2**-20)
+    assert torch.equal(model.trunk.memo.features, before)
+
+
+@pytest.mark.parametrize(("unit", "needed"), [("image", False), ("client", True)])
+def test_only_whole_clients_need_the_plain_gradient(unit, needed):
+    assert Veil(unit=unit).needs_gradient is needed
+    assert build_defence(f"veil:unit={unit}+quantise").needs_gradient is needed
 
 
 def noise_of(defence, count=4):
@@ -328,3 +346,85 @@ def test_public_pictures_make_the_trunk_and_must_not_be_private(tiny):
     assert prints[0] != prints[1]
     with pytest.raises(ConfigError, match="Public images must not be private clients' images, got"):
         Simulation(how, workers=0, dataset=private, aux=private)
+
+
+def halves():
+    """Return two data sets without a common image: 400 private ones and 200 public ones."""
+    whole = load_dataset("mnist-5k")
+    parts = slice(0, None, 10), slice(1, None, 20)
+    return tuple(replace(whole, train=Split(whole.train.images[part], whole.train.labels[part])) for part in parts)
+
+
+class TestTunePublic:
+    def test_each_setting_is_chosen_by_its_rehearsals_with_as_much_noise_per_image(self):
+        tried = []
+
+        def rehearse(one):
+            tried.append(one)
+            return -abs(one.boost - 3) - abs(one.clip - 0.1) - abs(one.rounds - 20) / 100, 0.0
+
+        found = Veil(mu=2, tune="public").tuned(rehearse, rounds=40, images=5.0)
+        assert (found.boost, found.clip, found.rounds) == (3.0, pytest.approx(0.1), 20)
+        assert (found.mu, found.tune) == (2, "chosen")
+        assert {one.mu for one in tried} == {10.0}
+        assert len(tried) == 7
+        assert replace(found, tune="rule") != Veil(mu=2)
+        whole = Veil(mu=2, tune="public", unit="client").tuned(rehearse, 40, 5.0)
+        assert {one.mu for one in tried[7:]} == {2.0}, "clients count alike, however many images they have"
+        assert whole.rounds == 20
+        assert Veil(tune="public", rounds=50).tuned(rehearse, 40, 1.0).rounds == 50
+        assert Veil().tuned(rehearse, 40, 1.0) == Veil()
+
+    def test_equal_accuracy_is_decided_by_the_loss(self):
+        found = Veil(tune="public").tuned(lambda one: (0.5, -abs(one.clip - 0.9)), rounds=8, images=1.0)
+        assert (found.boost, found.clip, found.rounds) == (1.0, pytest.approx(0.9), 8)
+
+    def test_a_boost_scales_the_rule(self):
+        assert Veil(boost=3, rounds=9).rule(100, 50) == pytest.approx(3 * Veil(rounds=9).rule(100, 50))
+
+    def test_a_training_uses_what_was_chosen_on_public_images_alone(self, tiny):
+        private, public = halves()
+        how = replace(tiny, defence="veil:mu=50,tune=public+quantise:bits=16", model=SMALL, rounds=4, save_rounds=(4,))
+        found = []
+        for labels in (private.train.labels, private.train.labels[::-1].copy()):
+            other = replace(private, train=Split(private.train.images, labels))
+            with Simulation(how, workers=0, dataset=other, aux=public) as simulation:
+                list(simulation.run())
+                found.append((simulation.settings, simulation.defence.spec))
+        assert found[0] == found[1], "private labels do not matter"
+        settings, spec = found[0]
+        assert "tune=chosen" in settings.defence
+        assert spec.startswith("veil:mu=50")
+        assert settings.rounds in (1, 2, 4)
+        with Simulation(settings, workers=0, dataset=private, aux=public) as again:
+            assert again.defence.spec == spec, "saved settings need no rehearsal"
+
+    @pytest.mark.parametrize(
+        ("labels", "message"),
+        [(None, "public images with labels, got none. Give --aux"), (3, "two classes or more")],
+    )
+    def test_it_is_refused_without_public_labels(self, tiny, labels, message):
+        private, public = halves()
+        if labels is not None:
+            public = replace(public, train=Split(public.train.images, np.full(len(public.train), labels)))
+        how = replace(tiny, defence="veil:tune=public", model=SMALL)
+        with pytest.raises(ConfigError, match=message):
+            Simulation(how, workers=0, dataset=private, aux=None if labels is None else public)
+
+    def test_private_images_among_the_public_ones_are_refused_before_any_rehearsal(self, tiny):
+        private, _ = halves()
+        how = replace(tiny, defence="veil:tune=public", model=SMALL)
+        with pytest.raises(ConfigError, match="Public images must not be private clients' images"):
+            Simulation(how, workers=0, dataset=private, aux=private)
+
+    def test_elsewhere_it_says_where_the_choice_is_made(self):
+        with pytest.raises(ConfigError, match=r"settled by a simulation.*settings\.toml"):
+            planned_defence(TrainSettings(defence="veil:tune=public"))
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [("veil:tune=private", "tune"), ("veil:boost=0", "boost"), ("veil:tune=public,rate=3", "rate must be 0")],
+    )
+    def test_bad_settings(self, spec, message):
+        with pytest.raises(ConfigError, match=message):
+            build_defence(spec)

@@ -126,3 +126,15 @@ def test_fingerprints_are_of_bytes_shapes_and_text():
 def test_networks_without_a_trunk():
     assert trunk_of(torch.nn.Linear(2, 2)) is None
     assert frozen_names(torch.nn.Linear(2, 2)) == frozenset()
+
+
+def test_a_copied_network_shares_the_features_but_learns_for_itself():
+    one = network()
+    images = pictures(5)
+    one.trunk.memo = learn_features(one, one.trunk, images)
+    other = copy.deepcopy(one)
+    assert other.trunk.memo.features is one.trunk.memo.features
+    other.trunk.memo.learns = True
+    other(pictures(3, seed=1))
+    assert len(other.trunk.memo.features) == 3
+    assert len(one.trunk.memo.features) == 5

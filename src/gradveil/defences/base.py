@@ -1,7 +1,7 @@
 """The base of all defences: hooks that return their input, in the order in which the data meets them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -93,6 +93,10 @@ class Server:
     state: MutableMapping[str, Tensor]
     rng: torch.Generator
     lr: float = 1.0
+
+
+Rehearse = Callable[["Defence"], tuple[float, float]]
+"""Train with a defence on public images; return the accuracy on other public images, and minus the loss."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,21 @@ class Defence(Component):
         """
         return self
 
+    @property
+    def rehearses(self) -> bool:
+        """Return whether settings are still to be chosen on public images, by `tuned`."""
+        return False
+
+    def tuned(self, rehearse: Rehearse, rounds: int, images: float) -> "Defence":
+        """Return this defence with settings chosen by rehearsals on public images, by default itself. Not a hook.
+
+        Args:
+            rehearse: trains with a defence on public images and says how well that went.
+            rounds: of the training.
+            images: the number of private images per public one in a rehearsal.
+        """
+        return self
+
     def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
         """Raise `ConfigError` before training if this network (after ``on_model``) can't be protected. Not a hook.
 
@@ -248,6 +267,14 @@ class Defence(Component):
     def fewest_clients(self) -> int:
         """Return the number of clients without whom the sum of a round's updates must not be opened, or 0."""
         return 0
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Return whether ``on_gradient`` reads the gradient that it replaces, or only its names and shapes.
+
+        If it does not, the gradient of the whole batch is not computed, and ``on_gradient`` gets zeros.
+        """
+        return True
 
     @property
     def draws_own_batch(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from gradveil.config import TrainSettings
-from gradveil.defences.base import Client, Defence, Server
+from gradveil.defences.base import Client, Defence, Rehearse, Server
 from gradveil.defences.countermove import Arrived, Countermove, combined
 from gradveil.defences.parts.accounting import Budget, Releases
 from gradveil.errors import ConfigError
@@ -178,6 +178,24 @@ class Chain(Defence):
         """Return the chain of its members as they are in a training."""
         return Chain(tuple(defence.planned(settings) for defence in self.defences))
 
+    @property
+    def rehearses(self) -> bool:
+        """Whether any member chooses settings on public images."""
+        return any(defence.rehearses for defence in self.defences)
+
+    def tuned(self, rehearse: Rehearse, rounds: int, images: float) -> "Chain":
+        """Let each member choose its settings, in rehearsals of the whole chain."""
+        whole = self
+        for place, defence in enumerate(self.defences):
+            whole = whole._with(
+                place, defence.tuned(functools.partial(_rehearse_with, whole, place, rehearse), rounds, images)
+            )
+        return whole
+
+    def _with(self, place: int, defence: Defence) -> "Chain":
+        """Return the chain with another member in one place."""
+        return Chain((*self.defences[:place], defence, *self.defences[place + 1 :]))
+
     def sends(self, update: Update) -> Update | None:
         """Return what each member makes of the form that the one before it sends, or None if one can't tell."""
         form: Update | None = update
@@ -243,6 +261,11 @@ class Chain(Defence):
         return all(defence.counts_early for defence in self.defences)
 
     @property
+    def needs_gradient(self) -> bool:
+        """Whether the first member that replaces gradients reads the one that it is given."""
+        return next((each.needs_gradient for each in self.defences if each.overrides("on_gradient")), True)
+
+    @property
     def draws_own_batch(self) -> bool:
         """Whether any member draws batches of its own."""
         return any(defence.draws_own_batch for defence in self.defences)
@@ -270,6 +293,11 @@ class Chain(Defence):
         for position, defence in enumerate(self.defences):
             prefix = f"{position}."
             yield defence, replace(side, public=_under(prefix, side.public), state=_Part(side.state, prefix))
+
+
+def _rehearse_with(chain: Chain, place: int, rehearse: Rehearse, defence: Defence) -> tuple[float, float]:
+    """Rehearse a chain with another member in one place."""
+    return rehearse(chain._with(place, defence))
 
 
 def _under(prefix: str, tensors: Tensors) -> dict[str, Tensor]:

@@ -6,24 +6,21 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradveil.defences.base import Client, Defence
+from gradveil.defences.base import Client
 from gradveil.defences.clip import clip_rows
 from gradveil.defences.countermove import Arrived, Countermove
-from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.defences.parts.accounting import Budget, Releases, epsilon
 from gradveil.defences.parts.clipped import (
     BELOW,
     augmented,
     clipped_sum,
-    refuse_mixing,
     refuse_mixing_layers,
-    refuse_moved_buffers,
 )
 from gradveil.defences.parts.grid import gaussian_steps, grid_of
-from gradveil.errors import ConfigError, DefenceError
-from gradveil.networks.mixing import frozen_norms, random_images
+from gradveil.defences.parts.per_example import PerExample, noise_countermoves
+from gradveil.errors import ConfigError
 from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Tensors, Update
 from gradveil.validate import in_range, one_of
@@ -32,7 +29,7 @@ _BATCH_SIZE, _NUM_EXAMPLES = "batch_size", "num_examples"
 
 
 @dataclass(frozen=True)
-class DpSgd(Defence):
+class DpSgd(PerExample):
     r"""Clip each per-example gradient, sum them, add Gaussian noise, and divide by the expected batch size.
 
     .. math::
@@ -73,8 +70,6 @@ class DpSgd(Defence):
         flip: whether copies are also mirrored at random, left to right; not for digits.
     """
 
-    takes_own_gradient: ClassVar[bool] = True
-    adds_noise: ClassVar[bool] = True
     reports: ClassVar[Mapping[str, str]] = {
         "dp_sgd_clipped": "share of per-example gradients that were clipped; without noise, so not covered by ε",
     }
@@ -97,21 +92,10 @@ class DpSgd(Defence):
         if self.flip and self.augment == 1:
             raise ConfigError("flip mirrors copies of images, got it with augment = 1. Raise augment, or drop flip.")
 
-    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
-        """Raise `ConfigError` if the network mixes images of a batch, in training or in evaluation mode."""
-        for training in (True, False):
-            copied = frozen_norms(network, training=training)
-            try:
-                refuse_mixing(self.name, copied, random_images(copied, shape))
-            except DefenceError as error:
-                raise ConfigError(str(error)) from error
-
-    def check_training(self, network: nn.Module) -> None:
-        """Raise `ConfigError` if a layer mixes images or tracks their statistics."""
-        try:
-            refuse_mixing_layers(self.name, network)
-        except DefenceError as error:
-            raise ConfigError(str(error)) from error
+    @property
+    def needs_gradient(self) -> bool:
+        """Return False: per-example gradients are computed instead, some images at a time."""
+        return False
 
     @property
     def draws_own_batch(self) -> bool:
@@ -142,9 +126,7 @@ class DpSgd(Defence):
 
     def on_update(self, update: Update, client: Client) -> Update:
         """Raise `DefenceError` if buffers changed or the network mixes images; state the expected number of images."""
-        refuse_moved_buffers(self.name, update)
-        _, *shape = client.data.images.shape
-        refuse_mixing(self.name, client.model, random_images(client.model, shape))  # never on private images
+        update = super().on_update(update, client)
         client.state.pop(_BATCH_SIZE, None)
         expected = client.state.pop(_NUM_EXAMPLES, None)
         return update if expected is None else replace(update, num_examples=min(int(expected), len(client.data)))
@@ -154,12 +136,9 @@ class DpSgd(Defence):
 
         All of them clip the gradient of the guess; a mean of clipped gradients has a norm of at most ``clip`` too.
         """
-        clipped = partial(clip_rows, bound=self.clip)
         if self.noise == 0:
-            return {"again": Countermove(clipped)}
-        std = self.noise * self.clip / arrived.batch_size
-        noise = seen_noise(arrived.gradients, std, noise_spread("gradient", arrived.steps), relative=False)
-        return {"likelihood": Countermove(clipped, "l2", noise), "direction": Countermove(clipped, "cosine")}
+            return {"again": Countermove(partial(clip_rows, bound=self.clip))}
+        return noise_countermoves(self.clip, self.noise * self.clip / arrived.batch_size, arrived)
 
     def budget(self, releases: Releases) -> Budget | None:
         """Return the budget by the accountant, or None if there is no noise.

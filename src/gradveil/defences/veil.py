@@ -3,31 +3,26 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.config import TrainSettings
-from gradveil.defences.base import Client, Defence, Server
-from gradveil.defences.clip import clip_rows
+from gradveil.defences.base import Client, Rehearse, Server
 from gradveil.defences.countermove import Arrived, Countermove
-from gradveil.defences.gaussian import noise_spread, seen_noise
 from gradveil.defences.parts.accounting import Budget, Releases, epsilon, poisson_noise
 from gradveil.defences.parts.clipped import (
     BELOW,
     clipped_sum,
     head_sum,
-    refuse_mixing,
     refuse_mixing_layers,
-    refuse_moved_buffers,
 )
 from gradveil.defences.parts.gaussian_dp import epsilon_of
 from gradveil.defences.parts.grid import gaussian_steps, grid_of, in_steps
+from gradveil.defences.parts.per_example import PerExample, noise_countermoves
 from gradveil.errors import ConfigError, DefenceError
 from gradveil.models.trunk import FeatureNetwork
-from gradveil.networks.mixing import frozen_norms, random_images
 from gradveil.types import Batch, Tensors, Update
 from gradveil.validate import in_range, one_of
 
@@ -36,9 +31,12 @@ REACH, SIGNAL = 80.0, 0.2
 """Constants of the rate, chosen on SVHN and PneumoniaMNIST: how far a head's weights travel, in units of a clipped
 gradient, and the share of its bound that the mean of clipped gradients typically keeps."""
 
+TRIED: Mapping[str, tuple[float, ...]] = {"boost": (1 / 3, 3.0), "clip": (1 / 3, 3.0), "rounds": (0.5, 0.25)}
+"""What ``tune=public`` tries beside the given values, as factors on them."""
+
 
 @dataclass(frozen=True)
-class Veil(Defence):
+class Veil(PerExample):
     r"""Sum the clipped gradients of all images of a client, add Gaussian noise, and let the server take the step.
 
     .. math::
@@ -56,6 +54,10 @@ class Veil(Defence):
 
     with d entries, n images of all clients, and :math:`K'` full shares of noise in the sum (K, or 1 with ``at=sum``).
     Other networks take plain steps of ``--lr``. Clients play FedSGD with all images whatever the protocol says.
+
+    With ``tune=public``, clip, rounds and a factor on the rule's rate are chosen by rehearsals: the same federation
+    trains on four fifths of the public images (``--aux``), with as much noise per image, and is scored on the rest.
+    Private images have no part in it, so that it costs no privacy.
 
     Threat model: a server that may alter the model in any way, sees all updates (``at=sum``: only their sums) of all
         rounds, knows all images but one, and wants anything about that one.
@@ -86,11 +88,13 @@ class Veil(Defence):
             used. 0 takes all clients of a round, so that none may drop out.
         rounds: T, the number of rounds that mu covers; 0 is that of the training.
         rate: the server's rate, in place of the rule; 0 is the rule.
+        boost: factor on the rule's rate.
+        tune: ``rule`` takes clip, rounds and boost as given; ``public`` chooses them on public images with labels,
+            which a simulation does before it trains; ``chosen`` says that this was done.
         delta: δ at which ε is stated.
     """
 
-    takes_own_gradient: ClassVar[bool] = True
-    adds_noise: ClassVar[bool] = True
+    aux_labels: ClassVar[bool] = False
     reports: ClassVar[Mapping[str, str]] = {
         "veil_clipped": "share of contributions that were clipped; without noise, so not covered by μ",
     }
@@ -103,6 +107,8 @@ class Veil(Defence):
     clients: int = 0
     rounds: int = 0
     rate: float = 0.0
+    boost: float = 1.0
+    tune: str = "rule"
     delta: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -114,19 +120,66 @@ class Veil(Defence):
         in_range("clients", self.clients, 0)
         in_range("rounds", self.rounds, 0)
         in_range("rate", self.rate, 0)
+        in_range("boost", self.boost, 0, open_low=True)
+        one_of("tune", self.tune, ["rule", "public", "chosen"])
         in_range("delta", self.delta, 0, 1, open_low=True, open_high=True)
         if self.unit == "client" and self.share < 1:
             raise ConfigError(f"share must be 1 with unit=client, which hides all images at once, got {self.share:g}.")
+        if self.tune == "public" and self.rate:
+            raise ConfigError(
+                f"rate must be 0 with tune=public, which chooses it, got {self.rate:g}. Drop one of them."
+            )
+        object.__setattr__(self, "uses_aux", self.tune != "rule")
+        object.__setattr__(self, "needs_aux", self.tune == "public")
 
     def training(self, settings: TrainSettings) -> TrainSettings:
         """Return the settings with one step per round, and weights by which contributions count alike."""
         weighting = "uniform" if self.unit == "client" else "size"
         if settings.algorithm == "fedavg":
             settings = replace(settings, algorithm="fedsgd", batch_size=0)
+        if self.tune == "chosen" and 0 < self.rounds < settings.rounds:
+            saved = tuple(number for number in settings.save_rounds if number <= self.rounds)
+            settings = replace(settings, rounds=self.rounds, save_rounds=saved)
         return replace(settings, weighting=weighting)
+
+    @property
+    def rehearses(self) -> bool:
+        """Return whether clip, rounds and rate are still to be chosen on public images."""
+        return self.tune == "public"
+
+    def tuned(self, rehearse: Rehearse, rounds: int, images: float) -> "Veil":
+        """Return the defence with the clip, rounds and boost that did best in rehearsals with as much noise per image.
+
+        One setting after the other: each is varied by its factors in `TRIED`, and the best value is kept. Rounds that
+        the user stated stay.
+        """
+        if not self.rehearses:
+            return self
+        images = images if self.unit == "image" else 1.0
+        best = replace(self, tune="chosen", rounds=self.rounds or rounds)
+
+        def score(one: "Veil") -> tuple[float, float]:
+            return rehearse(replace(one, mu=one.mu * images))
+
+        highest = score(best)
+        for name, factors in TRIED.items():
+            if name == "rounds" and self.rounds:
+                continue
+            start = getattr(best, name)
+            for factor in factors:
+                value = max(1, round(start * factor)) if name == "rounds" else start * factor
+                other = replace(best, **{name: value})
+                if (found := score(other)) > highest:
+                    best, highest = other, found
+        return best
 
     def planned(self, settings: TrainSettings) -> "Veil":
         """Return the defence with the training's rounds and clients. Raise `ConfigError` if mu would not hold in it."""
+        if self.tune == "public":
+            raise ConfigError(
+                f"tune=public is settled by a simulation before it trains, got {self.spec!r} elsewhere. Run gradveil "
+                "train with it once, and use the defence in the settings.toml of that run."
+            )
         if self.rounds and self.rounds < settings.rounds:
             raise ConfigError(
                 f"rounds of {self.spec!r} must be at least those of the training ({settings.rounds}), for which mu is "
@@ -157,25 +210,14 @@ class Veil(Defence):
         return max(1, self.clients) if self.at == "sum" else 0
 
     @property
+    def needs_gradient(self) -> bool:
+        """Return whether the plain gradient is clipped: that of a client, not those of images."""
+        return self.unit == "client"
+
+    @property
     def draws_own_batch(self) -> bool:
         """Return True: a step uses all images of the client, or a Poisson sample of them."""
         return True
-
-    def check(self, network: nn.Module, shape: tuple[int, int, int]) -> None:
-        """Raise `ConfigError` if the network mixes images of a batch, in training or in evaluation mode."""
-        for training in (True, False):
-            copied = frozen_norms(network, training=training)
-            try:
-                refuse_mixing(self.name, copied, random_images(copied, shape))
-            except DefenceError as error:
-                raise ConfigError(str(error)) from error
-
-    def check_training(self, network: nn.Module) -> None:
-        """Raise `ConfigError` if a layer mixes images or tracks their statistics."""
-        try:
-            refuse_mixing_layers(self.name, network)
-        except DefenceError as error:
-            raise ConfigError(str(error)) from error
 
     def on_batch(self, batch: Batch, client: Client) -> Batch:
         """Return all images of the client, or a Poisson sample of them, which may be empty."""
@@ -221,10 +263,7 @@ class Veil(Defence):
 
     def on_update(self, update: Update, client: Client) -> Update:
         """Raise `DefenceError` if buffers changed or the network mixes images; state the number of all images."""
-        refuse_moved_buffers(self.name, update)
-        _, *shape = client.data.images.shape
-        refuse_mixing(self.name, client.model, random_images(client.model, shape))  # never on private images
-        return replace(update, num_examples=len(client.data))
+        return replace(super().on_update(update, client), num_examples=len(client.data))
 
     def on_aggregate(self, total: Update, server: Server) -> Update:
         """Take the server's step: momentum, the rule's rate, and at the end the mean of the second half's weights."""
@@ -256,7 +295,7 @@ class Veil(Defence):
         contributions = images * self.share if self.unit == "image" else max(self.clients, 1)
         shares = 1 if self.at == "sum" else max(self.clients, 1)
         noise = self.noise_multiplier * math.sqrt(entries * shares) / max(contributions, 1)
-        return REACH / (self.clip * math.sqrt(max(self.rounds, 1)) * math.hypot(SIGNAL, noise))
+        return self.boost * REACH / (self.clip * math.sqrt(max(self.rounds, 1)) * math.hypot(SIGNAL, noise))
 
     @property
     def noise_multiplier(self) -> float:
@@ -277,12 +316,10 @@ class Veil(Defence):
 
     def adaptive(self, arrived: Arrived) -> Mapping[str, Countermove]:
         """Return ``likelihood``, in units of the noise, and ``direction`` (cosine); both clip the guess's gradient."""
-        clipped = partial(clip_rows, bound=self.clip)
         known = self if self.at == "client" or self.clients else replace(self, clients=arrived.clients)
         count = self.share * arrived.batch_size if self.unit == "image" else 1.0
         std = known._std / max(count, 1.0)  # of one client; a mean of several has less
-        noise = seen_noise(arrived.gradients, std, noise_spread("gradient", arrived.steps), relative=False)
-        return {"likelihood": Countermove(clipped, "l2", noise), "direction": Countermove(clipped, "cosine")}
+        return noise_countermoves(self.clip, std, arrived)
 
     def budget(self, releases: Releases) -> Budget:
         """Return what the released steps cost: exact for full batches, else by the accountant."""

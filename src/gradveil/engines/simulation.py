@@ -17,6 +17,7 @@ from gradveil.defences import Defence, build_defence
 from gradveil.engines.canaries import Canaries
 from gradveil.engines.devices import defended, is_private, make_network, refuse_in_part
 from gradveil.engines.in_process import InProcess
+from gradveil.engines.rehearsal import rehearsed
 from gradveil.engines.training import Row, Training, single_thread
 from gradveil.engines.workers import Blueprint, Workers
 from gradveil.errors import ConfigError
@@ -69,12 +70,14 @@ class Simulation(Training):
             raise ConfigError(f"workers must be 0 when a defence or network object is given, got {workers}.")
         self._tap: Tap | None = None
         given = defence or build_defence(settings.defence)
+        if given.rehearses:
+            dataset, aux = _both(settings, data_root, dataset, aux)
+            settings, given = rehearsed(settings, given, dataset, aux, _scored)
         settings = given.training(settings)
         defence = given.planned(settings)
         check_choices(settings, defence)
         device = usable_device(settings.device)
-        self.dataset = dataset or load_dataset(settings.dataset, data_root)
-        aux = aux or (load_dataset(settings.aux, data_root) if settings.aux else None)
+        self.dataset, aux = _both(settings, data_root, dataset, aux)
         self.data: FederatedData = deal(self.dataset, settings, defence, aux)
         protected = settings.defended or range(settings.clients)
         defence.check_images(min(self.data.sizes[client] for client in protected), aux=bool(self.data.public))
@@ -142,6 +145,25 @@ class Simulation(Training):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.__exit__(kind, error, trace)
+
+
+def _both(
+    settings: TrainSettings, root: Path | None, dataset: Dataset | None, aux: Dataset | None
+) -> tuple[Dataset, Dataset | None]:
+    """Return the private and the public data set, loaded if they are not given as objects."""
+    dataset = dataset or load_dataset(settings.dataset, root)
+    return dataset, aux or (load_dataset(settings.aux, root) if settings.aux else None)
+
+
+def _scored(
+    settings: TrainSettings, dataset: Dataset, defence: Defence, network: Callable[[], nn.Module], folder: Path
+) -> Row:
+    """Train in this process; return the last row."""
+    with Simulation(
+        settings, workers=0, dataset=dataset, defence=defence, network=network, clients_folder=folder
+    ) as simulation:
+        *_, last = simulation.run()
+    return last
 
 
 def check_choices(settings: TrainSettings, defence: Defence) -> None:

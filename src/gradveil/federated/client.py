@@ -190,8 +190,9 @@ def train_locally(
             if watch is not None:
                 watch(batch)
             net.gradients.zero_()
-            loss = F.cross_entropy(net.module(batch.images), batch.labels, label_smoothing=how.label_smoothing)
-            loss.backward()  # type: ignore[no-untyped-call]
+            if defence.needs_gradient:
+                loss = F.cross_entropy(net.module(batch.images), batch.labels, label_smoothing=how.label_smoothing)
+                loss.backward()  # type: ignore[no-untyped-call]
             if defence.overrides("on_gradient"):
                 net.set_gradient(defence.on_gradient(net.gradient(), batch, client))
             if len(step) > 1:

@@ -5,6 +5,7 @@ weights never change, the features of an image never change either: a `FeatureMe
 and a round of training costs a matrix product.
 """
 
+import copy
 import hashlib
 from abc import ABC, abstractmethod
 
@@ -43,6 +44,10 @@ class FeatureMemo:
         if rows == list(range(len(self.features))):
             return self.features
         return self.features[torch.tensor(rows, device=self.features.device)]
+
+    def __deepcopy__(self, copied: dict[int, object]) -> "FeatureMemo":
+        """Return a memo that shares the features, which never change: a copy of a network costs nothing more."""
+        return copy.copy(self)
 
 
 def image_hashes(images: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def head_sum(network: FeatureNetwork, batch: Batch, bound: float, grid: float) -
         features, labels = network.trunk(batch.images), _one_hot(batch.labels, len(head))
         total, clipped = torch.zeros_like(head, dtype=torch.float64), 0
         for some, wanted in zip(torch.split(features, _ROWS), torch.split(labels, _ROWS), strict=True):
-            part, count = _head_part(head.double(), some.double(), wanted.double(), bound, fine)
+            part, count = _head_part(head.double(), some.to(torch.float64, copy=True), wanted, bound, fine)
             total, clipped = total + part, clipped + count
     return in_steps(total * fine**2, grid), clipped / len(batch)
 
@@ -91,14 +91,16 @@ def _head_part(weight: Tensor, features: Tensor, labels: Tensor, bound: float, f
     """Return some images' part of `head_sum`, in units of ``fine`` squared, and how many of them were clipped.
 
     Logits are float64, too: in float32, the other images of a batch could change the bits of an image's gradient.
+    ``features`` are overwritten: more copies do not fit a processor's cache.
     """
-    residuals = torch.softmax(features @ weight.T, 1) - labels  # (N, classes)
-    finite = (residuals.isfinite().all(1) & features.isfinite().all(1))[:, None]
-    right = in_steps(features.where(finite, 0.0), fine)  # (N, D)
-    left = residuals.where(finite, 0.0)
+    left = torch.softmax(features @ weight.T, 1).sub_(labels)  # (N, classes)
+    right = features.div_(fine).trunc_()  # (N, D), whole numbers
     norms = left.norm(dim=1) * right.norm(dim=1) * fine
+    bad = ~norms.isfinite()  # whole numbers of float32 have squares within float64, so only bad rows overflow
+    if bool(bad.any()):
+        left[bad], right[bad], norms[bad] = 0.0, 0.0, 0.0
     factors = 1 / (norms / bound).clamp(min=1.0)
-    whole: Tensor = in_steps(left * factors[:, None] * BELOW, fine).T @ right  # whole numbers
+    whole: Tensor = in_steps(left.mul_(factors[:, None]).mul_(BELOW), fine).T @ right  # whole numbers
     return whole, int((factors < 1).sum())
 
 
