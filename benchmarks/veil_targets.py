@@ -66,12 +66,13 @@ def veiled(dataset: str, mu: int, partition: str = EVEN, model: str = "patches",
 
 CASES = [
     Case(MNIST, "patches", QUIET),
-    *veiled(MNIST, 1),
-    *veiled(MNIST, 3),
+    *(Case(MNIST, "patches", f"veil:mu={mu},at=sum") for mu in (1, 3)),
     Case(CIFAR, "patches", QUIET),
     *veiled(CIFAR, 3),
     Case(MNIST, "lenet5", "none", rounds=10),
     Case(CIFAR, "lenet5", "none", rounds=20),
+    *veiled(MNIST, 1),
+    *veiled(MNIST, 3),
     *veiled(CIFAR, 3, UNEVEN),
     *veiled(MNIST, 1, UNEVEN),
     Case(SVHN, FROZEN, QUIET),
@@ -86,19 +87,32 @@ CASES = [
 
 
 class Remembered:
-    """Features of all images seen so far, so that trainings with other seeds do not compute them again."""
+    """Features of all images seen so far, so that other seeds and later runs do not compute them again."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int], tuple[int, Tensor]] = {}
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._known = folder, dict[str, dict[int, tuple[int, Tensor]]]()
 
     def __call__(self, network: nn.Module, trunk: Trunk, images: Tensor) -> FeatureMemo:
         """Return what `learn_features` does."""
-        names = [(trunk.fingerprint, number) for number in image_hashes(images).tolist()]
-        if not all(name in self._known for name in names):
+        known, numbers = self._of(trunk.fingerprint), image_hashes(images).tolist()
+        if not all(number in known for number in numbers):
             learned = learn_features(network, trunk, images)
-            self._known |= dict(zip(names, zip(learned.keys.tolist(), learned.features, strict=True), strict=True))
-        keys, features = zip(*(self._known[name] for name in names), strict=True)
+            file = self._folder / trunk.fingerprint[:16] / f"{len(known)}.pt"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save((numbers, learned.keys, learned.features), file)
+            known |= dict(zip(numbers, zip(learned.keys.tolist(), learned.features, strict=True), strict=True))
+        keys, features = zip(*(known[number] for number in numbers), strict=True)
         return FeatureMemo(torch.tensor(keys), torch.stack(features))
+
+    def _of(self, fingerprint: str) -> dict[int, tuple[int, Tensor]]:
+        """Return the features of a trunk by the images' hashes; only one trunk's are kept in memory."""
+        if fingerprint not in self._known:
+            self._known.clear()
+            self._known[fingerprint] = found = {}
+            for file in (self._folder / fingerprint[:16]).glob("*.pt"):
+                numbers, keys, features = torch.load(file)
+                found |= dict(zip(numbers, zip(keys.tolist(), features, strict=True), strict=True))
+        return self._known[fingerprint]
 
 
 def trained(case: Case, root: Path) -> dict[str, Any]:
@@ -173,10 +187,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data-root", type=Path, required=True)
+    parser.add_argument("--features", type=Path, default=Path("runs/features"), help="Folder for features.")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="Begin no training after this much time.")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    feature_store.learn_features = Remembered()  # type: ignore[assignment]
+    feature_store.learn_features = Remembered(given.features)  # type: ignore[assignment]
     document: dict[str, Any] = {
         "command": "python benchmarks/veil_targets.py --data-root DATA --out results/veil-targets.json",
         "date": datetime.now(UTC).date().isoformat(),

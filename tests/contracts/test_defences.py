@@ -34,6 +34,7 @@ NO_HOOKS = (
     "require_pixels",
     "sends",
     "training",
+    "tuned",
 )
 
 

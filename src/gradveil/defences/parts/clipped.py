@@ -1,6 +1,7 @@
 """Sums of clipped per-example gradients on a grid, and networks for which clipping does not bound anything."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from gradveil.defences.parts.grid import in_steps
+from gradveil.defences.parts.grid import in_steps, toward_zero
 from gradveil.errors import DefenceError
 from gradveil.models.trunk import FeatureNetwork
 from gradveil.networks.grads import example_gradients
@@ -17,6 +18,8 @@ from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Tensors, Update
 
 _MOST_ENTRIES, _MOST_EXAMPLES = 2**25, 64
+_BLOCK = 2**18
+"""Entries of gradients that are scaled and added together; more do not fit a processor's cache."""
 _ROWS = 256
 """Images of a head that are summed together; more do not fit a processor's cache."""
 BELOW = 1 - 2.0**-20
@@ -94,11 +97,12 @@ def _head_part(weight: Tensor, features: Tensor, labels: Tensor, bound: float, f
     ``features`` are overwritten: more copies do not fit a processor's cache.
     """
     left = torch.softmax(features @ weight.T, 1).sub_(labels)  # (N, classes)
-    right = features.div_(fine).trunc_()  # (N, D), whole numbers
-    norms = left.norm(dim=1) * right.norm(dim=1) * fine
-    bad = ~norms.isfinite()  # whole numbers of float32 have squares within float64, so only bad rows overflow
+    lengths = left.norm(dim=1)
+    bad = ~lengths.isfinite()  # features that are not finite have no finite logits
     if bool(bad.any()):
-        left[bad], right[bad], norms[bad] = 0.0, 0.0, 0.0
+        left[bad], lengths[bad], features[bad] = 0.0, 0.0, 0.0
+    right = toward_zero(features.div_(fine)).double()  # (N, D), whole numbers
+    norms = lengths * right.norm(dim=1) * fine
     factors = 1 / (norms / bound).clamp(min=1.0)
     whole: Tensor = in_steps(left.mul_(factors[:, None]).mul_(BELOW), fine).T @ right  # whole numbers
     return whole, int((factors < 1).sum())
@@ -190,15 +194,30 @@ def augmented(batch: Batch, copies: int, flip: bool, rng: SecretStream) -> Batch
 def _scaled_sum(each: Tensor, factors: Tensor, grid: float) -> Tensor:
     """Return the sum of one tensor's per-example gradients (N, ...), each times its factor, in steps.
 
-    All of it is in float64: a tiny factor has few digits in float32, so that its product could exceed the bound.
+    All of it is in float64: a tiny factor has few digits in float32, so that its product could exceed the bound. The
+    step is a power of two, by which factors can be divided beforehand without any rounding.
     """
-    rows = each.double().flatten(1) if each.dim() > 1 else each.double()[:, None]
-    scaled = rows.masked_fill(factors.eq(0)[:, None], 0.0) * factors[:, None]
-    return (in_steps(scaled, grid) if grid else scaled).sum(0).view(each.shape[1:])
+    total = torch.zeros(each[0].numel(), dtype=torch.float64, device=each.device)
+    for rows, scale in _blocks(each, factors / grid if grid else factors):
+        scaled = rows.to(torch.float64, copy=True).mul_(scale[:, None])
+        if bool(scale.eq(0).any()):  # also of gradients with NaN or infinity
+            scaled.masked_fill_(scale.eq(0)[:, None], 0.0)
+        total += toward_zero(scaled).sum(0) if grid else scaled.sum(0)
+    return total.view(each.shape[1:])
 
 
 def _norms(each: Tensors) -> Tensor:
     """Return the norms (N,) of per-example gradients (N, ...) in float64; infinity for one with NaN or infinity."""
-    parts = [torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float64) for tensor in each.values()]
+    parts = [
+        torch.cat([rows.double().norm(dim=1) for rows, _ in _blocks(tensor, torch.zeros(len(tensor)))])
+        for tensor in each.values()
+    ]
     norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
     return norms.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _blocks(each: Tensor, factors: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows (n, entries) of per-example gradients and their factors (n,), few enough for a processor's cache."""
+    rows = each.reshape(len(each), -1)
+    size = max(1, _BLOCK // max(rows.shape[1], 1))
+    return zip(torch.split(rows, size), torch.split(factors, size), strict=True)

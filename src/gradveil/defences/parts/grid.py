@@ -63,6 +63,16 @@ def in_steps(numbers: Tensor, grid: float) -> Tensor:
     return (numbers / grid).trunc_()
 
 
+def toward_zero(numbers: Tensor) -> Tensor:
+    """Return finite numbers below 2^62, rounded toward zero, as int64: several times faster than `torch.trunc`.
+
+    Example:
+        >>> toward_zero(torch.tensor([2.9, -2.9, 0.2]))
+        tensor([ 2, -2,  0])
+    """
+    return numbers.to(torch.int64)
+
+
 def add_gaussian(tensor: Tensor, std: float, rng: SecretStream) -> Tensor:
     """Round to the grid toward zero and add Gaussian noise; computed on the CPU, of the same type and device."""
     return _added(tensor, std, rng.normal) if std else tensor.clone()
