@@ -22,6 +22,7 @@ from gradveil.federated.client import train_locally
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
 from gradveil.secret_stream import SecretStream
+from gradveil.storage import save_tensors
 from gradveil.types import Batch, Update
 
 SHUFFLE = DpSgd(noise=0.0, sampling="shuffle")
@@ -369,3 +370,14 @@ def test_group_norm_makes_a_residual_network_trainable(tiny):
         assert len(list(simulation.run())) == 1
     with pytest.raises(ConfigError, match="resnet20:norm=group"):
         Simulation(replace(how, model="resnet20:width=2"), workers=0)
+
+
+def test_a_start_from_public_weights_costs_no_privacy(tiny, tmp_path):
+    how = replace(tiny, defence="dp-sgd:noise=2", rounds=1)
+    with Simulation(how, workers=0) as cold:
+        weights = {name: torch.full_like(tensor, 0.25) for name, tensor in cold.model.items()}
+        spent = list(cold.run())[-1]["epsilon"]
+    save_tensors(tmp_path / "public.safetensors", weights)
+    with Simulation(replace(how, weights=str(tmp_path / "public.safetensors")), workers=0) as warm:
+        assert all(bool((tensor == 0.25).all()) for tensor in warm.model.values())
+        assert list(warm.run())[-1]["epsilon"] == spent

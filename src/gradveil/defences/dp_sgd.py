@@ -40,6 +40,10 @@ class DpSgd(PerExample):
     noise. The norm is that of all trained parameters together. The update states the expected number of images, since
     the true number is private.
 
+    Large batches pay, since the noise is added once per batch: ``--batch-size 2048`` needs no more memory than 64
+    images, which pass the network at a time. A start from weights that were trained on public data (``--weights``)
+    costs no privacy. Networks with BatchNorm train with GroupNorm instead (``resnet20:norm=group``).
+
     Threat model: an honest-but-curious server that sees all updates of a client, knows the model and all images but
         one, and wants to know whether that one was used in training.
     Does not protect: properties that many images of a client share (its class distribution, a person in many images);
