@@ -7,11 +7,13 @@ export GRADVEIL_OFFLINE ?= 1
 
 .PHONY: demo test quick check bench clean
 
-demo: .venv/installed  ## audit five defences on real digits, and print the path of the page
-	@rm -rf runs/demo
+demo: .venv/installed  ## audit six defences on real digits, and print the paths of two pages
+	@rm -rf runs/demo runs/demo-veil
 	$(BIN)/gradveil audit --dataset mnist-5k --model lenet-dlg --targets 8 --tap 1/500 --adaptive --sensitive none \
-	  --out runs/demo --defences soteria:probes=32,entangle,dcs2,fedkl,dp-sgd \
-	  --attacks gs:iterations=600,sign=none,schedule=cosine,lr=0.3,tv=1e-6
+	  --effort quick --yes --out runs/demo --defences soteria:probes=32,entangle,dcs2,fedkl,dp-sgd
+	$(BIN)/gradveil audit --dataset mnist-5k --model patches --targets 4 --tap 1 --rounds 60 --adaptive \
+	  --effort quick --yes --out runs/demo-veil --defences veil:mu=2
+	@echo "Two pages: $(CURDIR)/runs/demo/report.html and $(CURDIR)/runs/demo-veil/report.html"
 
 test: check  ## everything that CI checks
 	$(PYTEST)
