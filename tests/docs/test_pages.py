@@ -125,6 +125,22 @@ def test_the_figures_of_the_evaluate_oracle_are_those_of_the_benchmark():
     assert measured["command"] in part
 
 
+def test_the_figures_of_the_killed_nodes_are_those_of_the_benchmark():
+    measured = json.loads((ROOT / "results" / "flower-faults.json").read_text())
+    part = (DOCS / "flower.md").read_text().split("### Secure sums and killed nodes\n")[1].split("\n## ")[0]
+    rows = [
+        f"| {name} | {row['round']} | {row['clients']} | "
+        f"{', '.join(reason.split(' must')[0] for reason in row['dropped'] or []) or 'nobody'} | "
+        f"{row['accuracy']:.1%} | {row['seconds']:.0f} |"
+        for name, run in measured["runs"].items()
+        for row in run["rows"]
+    ]
+    assert [line for line in part.splitlines() if line.startswith(("| calm", "| killed"))] == rows
+    assert measured["runs"]["calm"]["equals simulation"]
+    assert measured["runs"]["killed"]["finished"]
+    assert all(measured[key] in part for key in ("date", "command"))
+
+
 def test_the_figures_about_randomness_are_the_measured_ones():
     results = ROOT / "results"
     noise, times = (json.loads((results / f"{name}.json").read_text()) for name in ("noise-removal", "randomness"))

@@ -491,10 +491,12 @@ def test_other_public_images_at_a_site_are_another_trunk(settings, tmp_path, pub
         training.step(1)
 
 
-def test_a_site_refuses_noise_that_is_shared_since_updates_travel_in_the_open(settings, tmp_path):
-    settings = replace(settings, model="patches:filters=4", defence="veil:at=sum", aggregation="secure")
-    with pytest.raises(ConfigError, match="shares its noise among clients, which needs secure aggregation"):
-        flower_training(LocalGrid(settings, tmp_path), settings, load_dataset(settings.dataset))
+def test_a_site_refuses_noise_that_is_shared_if_updates_travel_in_the_open(settings, tmp_path):
+    settings = replace(settings, model="patches:filters=4", defence="veil:at=sum", aggregation="secure", sum_bits=22)
+    grid = LocalGrid(settings, tmp_path)
+    grid.run_config |= {"aggregation": "none", "sum-bits": 0}  # a server that lies to its sites
+    with pytest.raises(ConfigError, match="The run's settings can't be used there"):
+        flower_training(grid, settings, load_dataset(settings.dataset))
 
 
 @pytest.mark.parametrize(("agreed", "fine"), [("logistic", True), ("mlp", False)])

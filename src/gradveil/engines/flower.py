@@ -149,10 +149,31 @@ def _check_settings(settings: TrainSettings, defence: Defence, limits: AnswerLim
     """Raise if settings contradict the defence or can't be used over Flower."""
     check_choices(settings, defence)
     in_range("min_clients", limits.min_clients, 0, settings.num_sampled)
+    if settings.aggregation == "secure":
+        _check_secure(settings, limits)
     if settings.canaries:
         raise ConfigError(
             f"canaries are played in a simulation, got {settings.canaries} in a run over Flower. Set canaries = 0, and "
             "measure the same settings with gradveil train --canaries."
+        )
+
+
+def _check_secure(settings: TrainSettings, limits: AnswerLimits) -> None:
+    """Raise if settings do not go with sums of masked whole numbers."""
+    if not settings.sum_bits:
+        raise ConfigError(
+            "aggregation secure adds up whole numbers over Flower, got sum-bits = 0. Set sum-bits = 22, and sum-range "
+            "to the largest entry of a weighted update."
+        )
+    if limits.max_norm:
+        raise ConfigError(
+            f"max-norm bounds single updates, which aggregation secure hides, got {limits.max_norm:g}. Drop max-norm, "
+            "or use a defence that clips."
+        )
+    if settings.sampling != "uniform":
+        raise ConfigError(
+            f"aggregation secure needs clients that count once in a sum, got sampling {settings.sampling!r}. Use "
+            "sampling = uniform."
         )
 
 

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -11,15 +10,19 @@ from gradveil.config import TrainSettings
 from gradveil.data import Dataset
 from gradveil.defences import Defence
 from gradveil.engines.answer_limits import AnswerLimits
+from gradveil.engines.introductions import Failure, content_of
 from gradveil.engines.messages import listed, read_arrays, read_config, whole
-from gradveil.engines.nodes import Failure, Nodes, content_of
+from gradveil.engines.nodes import Content, Nodes
+from gradveil.engines.reading import no_foreign_error, of_client
+from gradveil.engines.secure_rounds import SumPlan, secure_total
 from gradveil.engines.simulation import chosen_normalisation
 from gradveil.engines.site_codes import CODES
 from gradveil.engines.tripwire import announce
-from gradveil.errors import GradveilError, MessageError
+from gradveil.errors import ConfigError, GradveilError, MessageError
 from gradveil.federated.answers import ExpectedUpdate, check_score, check_sent
 from gradveil.federated.client import Score
-from gradveil.federated.server import Engine, Missing, ScoreRequest, Sent
+from gradveil.federated.secure_sum import Quantiser
+from gradveil.federated.server import Engine, Missing, ScoreRequest, Sent, Summed, round_weights
 from gradveil.models.trunk import Trunk
 from gradveil.types import Tensors, Update
 
@@ -70,8 +73,8 @@ class FlowerEngine:
         self.sizes = [known[number].images if number in known else 0 for number in everyone]
         self.num_sensitive = sum(each.sensitive for each in known.values())
         self.fewest, self.trained = limits.min_clients, dict.fromkeys(everyone, 0)
-        early = defence.early_clients(settings.clients)
-        self._needed = list(everyone) if settings.bad_answers == "stop" else list(early)
+        self._early = defence.early_clients(settings.clients)
+        self._needed = list(everyone) if settings.bad_answers == "stop" else list(self._early)
 
     def pin(self, trunk: Trunk | None) -> None:
         """Tell sites which frozen part the server's network has; a site that has built another one refuses."""
@@ -80,11 +83,18 @@ class FlowerEngine:
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
-    ) -> Iterator[Sent | Missing]:
-        """Let clients train at their sites, all at once; yield in the order of ``clients``."""
+    ) -> Iterator[Sent | Missing | Summed]:
+        """Let clients train at their sites, all at once; yield in the order of ``clients``.
+
+        With ``aggregation = secure`` all but early clients send their updates masked, and one sum is yielded.
+        """
         content = self._content(round_number, model) | {"public": ArrayRecord(dict(public))}
         content["step"] = ConfigRecord({"lr": lr})
-        answers = self._ask("train", {client: content | self._before(client) for client in clients}, self.fewest)
+        contents: dict[int, Content] = {client: {**content, **self._before(client)} for client in clients}
+        if clients and self._settings.aggregation == "secure" and clients[0] not in self._early:
+            yield from self._summed(round_number, contents)
+            return
+        answers = self._ask("train", contents, self.fewest)
         for client in clients:
             try:
                 yield self._sent(client, round_number, answers[client])
@@ -92,9 +102,44 @@ class FlowerEngine:
                 LOG.warning("%s", error)
                 yield Missing(client, error)
 
-    def _ask(
-        self, kind: str, contents: Mapping[int, Mapping[str, ArrayRecord | ConfigRecord]], fewest: int = 0
-    ) -> dict[int, RecordDict | Failure]:
+    def _summed(self, round_number: int, contents: Mapping[int, Content]) -> Iterator[Missing | Summed]:
+        """Yield why clients are missing, and the sum of all others' updates."""
+        settings = self._settings
+        half = len(contents) // 2 + 1
+        fewest = max(2, half, self.fewest, self._defence.fewest_clients)
+        threshold = len(contents) if settings.bad_answers == "stop" else min(fewest, len(contents))
+        weights = round_weights(settings, self._defence, self.sizes, round_number)
+        if self._expected.sent is None:
+            raise ConfigError(f"Defence {self._defence.spec!r} does not say what it sends, which a secure sum needs.")
+        plan = SumPlan(
+            round_number,
+            {client: weights[client] for client in contents},
+            threshold,
+            Quantiser(settings.sum_bits, settings.sum_range),
+            self._expected.sent,
+            contents,
+        )
+        found = secure_total(plan, self._ask, self._check_facts)
+        yield from (Missing(client, error) for client, error in found.lost.items())
+        self.trained |= dict.fromkeys(found.facts, round_number)
+        for client, facts in found.facts.items():
+            self._announce(client, round_number, facts)
+        yield Summed(tuple(found.facts), found.total, [self._reports(facts) for facts in found.facts.values()])
+
+    def _check_facts(self, client: int, facts: Mapping[str, Any]) -> None:
+        """Raise unless the plain values beside a masked update are possible."""
+        whole(facts, "images", 0, self.sizes[client])
+        whole(facts, "alarms", 0, 1)
+        self._reports(facts)
+
+    def _announce(self, client: int, round_number: int, facts: Mapping[str, Any]) -> None:
+        if whole(facts, "alarms", 0, 1):
+            announce(
+                f"The model that client {client} received in round {round_number} must contain no traps, got some. "
+                "Its log says which."
+            )
+
+    def _ask(self, kind: str, contents: Mapping[int, Content], fewest: int = 0) -> dict[int, RecordDict | Failure]:
         answers = self._nodes.ask(kind, contents, self._needed, min(fewest, len(contents)))
         for number, known in self._nodes.known.items():
             self.sizes[number] = known.images  # of a client that was not there before
@@ -113,11 +158,7 @@ class FlowerEngine:
             check_sent(update, self._expected, self.sizes[client])
             self.trained[client] = round_number
             reports = self._reports(facts)
-            if whole(facts, "alarms", 0, 1):
-                announce(
-                    f"The model that client {client} received in round {round_number} must contain no traps, got some. "
-                    "Its log says which."
-                )
+            self._announce(client, round_number, facts)
             return Sent(client, update, reports, self._expected)
 
     def _reports(self, facts: Mapping[str, Any]) -> dict[str, float]:
@@ -195,26 +236,6 @@ class FlowerEngine:
 
     def _before(self, client: int) -> dict[str, ConfigRecord]:
         return {"before": ConfigRecord({"trained": self.trained[client]})}
-
-
-@contextmanager
-def of_client(client: int) -> Iterator[None]:
-    """Let an error about a message name the client."""
-    try:
-        yield
-    except MessageError as error:
-        raise MessageError(f"The answer of client {client} was not used. {error}") from error
-
-
-@contextmanager
-def no_foreign_error() -> Iterator[None]:
-    """Turn an error that no check foresaw into one about the message."""
-    try:
-        yield
-    except GradveilError:
-        raise
-    except Exception as error:  # whatever Python meets in values that somebody made up
-        raise MessageError(f"A message must be one that can be read, got {type(error).__name__} on reading.") from error
 
 
 def _pieces(numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:

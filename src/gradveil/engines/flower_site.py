@@ -25,27 +25,32 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradveil.data import Dataset
 from gradveil.defences import Budget
+from gradveil.engines import site_sums
 from gradveil.engines.devices import Devices, chunks
 from gradveil.engines.messages import finite, listed, read_arrays, read_config, whole
 from gradveil.engines.site import MOST_ROUNDS, Site, open_site
 from gradveil.engines.site_broadcasts import Heard, note
 from gradveil.engines.site_budget import require_affordable
 from gradveil.engines.site_codes import code_of, refused
+from gradveil.engines.site_kinds import app_of
 from gradveil.engines.site_ledger import digest, weights_digest
 from gradveil.engines.site_scores import as_given, require_allowed
+from gradveil.engines.site_sum_state import Part
+from gradveil.engines.sum_masks import word_bits
 from gradveil.engines.training import single_thread
 from gradveil.engines.tripwire import TripwireWarning, hearing
 from gradveil.errors import DivergedError, GradveilError, MessageError, RefusedError
 from gradveil.federated.client import Broadcast, Score
+from gradveil.federated.secure_sum import Quantiser
 from gradveil.federated.server import ScoreRequest, learning_rate
 from gradveil.limits import parse_json
 from gradveil.storage import load_tensors, make_folder, read_metadata, save_tensors
@@ -69,21 +74,19 @@ def client_app(data: Callable[[Context], Dataset] | None = None) -> ClientApp:
         data: returns this site's images: it trains on the training split, and its own model is scored on the test
             split. By default the policy names them.
     """
-    app = ClientApp()
-    for kind, register in (("query", app.query), ("train", app.train), ("evaluate", app.evaluate)):
-        register()(partial(_reply, kind, data))
-    return app
 
+    def reply(kind: str, message: Message, context: Context) -> Message:
+        return Message(answered(kind, message.content, context, data), reply_to=message)
 
-def _reply(kind: str, data: Callable[[Context], Dataset] | None, message: Message, context: Context) -> Message:
-    return Message(answered(kind, message.content, context, data), reply_to=message)
+    return app_of(reply)
 
 
 def answered(
     kind: str, content: RecordDict, context: Context, data: Callable[[Context], Dataset] | None = None
 ) -> RecordDict:
     """Return a site's answer to a message. An error is answered with its code; the text stays in the site's log."""
-    work = {"query": _introduce, "train": _train, "evaluate": _score}[kind]
+    steps = {"query.keys": site_sums.keys, "query.shares": site_sums.shares, "query.unmask": site_sums.unmask}
+    work = ({"query": _introduce, "train": _train, "evaluate": _score} | steps)[kind]
     try:
         with single_thread(), open_site(context, data) as site:
             return work(site, content)
@@ -111,19 +114,37 @@ def _train(site: Site, content: RecordDict) -> RecordDict:
     weights = weights_digest(model)
     _note(site, content, Heard(site.run, number, "train", weights, weights_digest(public) if public else ""))
     request = digest(number, lr, weights, weights_digest(public))
-    book = site.book.ledger
-    if book.run(site.run).repeats(number, request) and site.answer_path.exists():
-        return _stored(site.answer_path)
-    site.require_state(devices, content)
-    begun = site.begin(devices, number, request)
+    told = digest(request, sorted(read_config(content, "network").items()))
+    part = site_sums.join(site, content, told) if site_sums.is_secure(site) else None
+    if not (site.book.ledger.run(site.run).repeats(number, request) and site.answer_path.exists()):
+        site.require_state(devices, content)
+        _train_anew(site, devices, Broadcast(devices.net.shared_vector(model), lr, number, public), request, weights)
+    return _stored(site.answer_path) if part is None else _masked(site, part)
+
+
+def _train_anew(site: Site, devices: Devices, sent: Broadcast, request: str, weights: str) -> None:
+    """Train on what the server sent, and save the answer; the ledger is written before and after."""
+    begun = site.begin(devices, sent.round, request)
     site.book.write(begun)
     with _logged_alarms() as alarms:
-        vector = devices.net.shared_vector(model)
-        played = devices.train(site.number, Broadcast(vector, lr, number, public))
+        played = devices.train(site.number, sent)
     _store(site.answer_path, played.update, len(alarms), played.reports if site.policy.reports else {})
-    site.note(number, "train", weights, begun.run(site.run).cost)
+    site.note(sent.round, "train", weights, begun.run(site.run).cost)
     site.book.write(begun.with_run(site.run, begun.run(site.run).answer(weights)))
-    return _stored(site.answer_path)
+
+
+def _masked(site: Site, part: Part) -> RecordDict:
+    """Return the answer that was saved last, with its update weighted, as whole numbers and under masks."""
+    facts, parts = _kept(site.answer_path)
+    how = Quantiser(site.settings.sum_bits, site.settings.sum_range)
+    scaled = [tensors[name].double() * part.weight for tensors in parts for name in sorted(tensors)]
+    codes = torch.cat([how.encode(one).reshape(-1) for one in scaled]).numpy().astype(np.uint64)
+    words = site_sums.masked(site, part, codes)
+    signed = words.astype(np.uint32).view(np.int32) if word_bits(how, len(part.members)) == 32 else words.view(np.int64)
+    opened = [] if part.opened is None else list(part.opened[0])
+    answer = _facts(facts | {"transcript": part.request, "opened": opened})
+    answer["masked"] = ArrayRecord({"masked": torch.from_numpy(signed)})
+    return answer
 
 
 def _note(site: Site, content: RecordDict, heard: Heard) -> None:
@@ -187,11 +208,18 @@ def _store(path: Path, update: Update, alarms: int, reports: Mapping[str, float]
 
 def _stored(path: Path) -> RecordDict:
     """Return the answer that was saved last."""
-    tensors, answer = load_tensors(path), _facts(parse_json(read_metadata(path)["facts"]))
-    for kind in ("tensors", "buffers"):
-        some = {key.removeprefix(f"{kind}."): t for key, t in tensors.items() if key.startswith(f"{kind}.")}
-        answer[kind] = ArrayRecord(some)
+    facts, (tensors, buffers) = _kept(path)
+    answer = _facts(facts)
+    answer["tensors"], answer["buffers"] = ArrayRecord(tensors), ArrayRecord(buffers)
     return answer
+
+
+def _kept(path: Path) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    """Return the plain values, and the tensors and buffers, of the answer that was saved last."""
+    kept = load_tensors(path)
+    parts = [{key.removeprefix(f"{kind}."): tensor for key, tensor in kept.items() if key.startswith(f"{kind}.")}
+             for kind in ("tensors", "buffers")]  # fmt: skip
+    return parse_json(read_metadata(path)["facts"]), parts
 
 
 def _score(site: Site, content: RecordDict) -> RecordDict:

@@ -10,40 +10,21 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from gradveil.engines.messages import read_config, whole
-from gradveil.engines.site_codes import named
-from gradveil.errors import ConfigError, GradveilError, MessageError, WorkerError
+from gradveil.engines.introductions import (
+    Failure,
+    Introduction,
+    Refusal,
+    introduction_of,
+    printable_reason,
+    two_nodes,
+)
+from gradveil.errors import MessageError, WorkerError
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict  # isort: skip - messages says if it is missing
 from flwr.serverapp import Grid  # isort: skip
 
 LOG = logging.getLogger("flwr")
 Content = Mapping[str, ArrayRecord | ConfigRecord]
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What a node says about its site: its client's number, and how many images it has and how many are marked."""
-
-    node: int
-    number: int
-    images: int
-    sensitive: int
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A message that was not answered, with the reason."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A node without an introduction: why, and the number of the client that it states, or -1."""
-
-    number: int
-    error: GradveilError
 
 
 @dataclass(frozen=True)
@@ -222,7 +203,7 @@ class Nodes:
             self._question.lost[sent.client] = "Flower could not send the message; it may be too large."
 
     def _arrived(self, sent: _Sent, reply: Message) -> None:
-        answer = reply.content if reply.has_content() else Failure(_printable(reply.error.reason or "an error."))
+        answer = reply.content if reply.has_content() else Failure(printable_reason(reply.error.reason or "an error."))
         if sent.client < 0:
             self._met(sent.node, answer)
         elif isinstance(answer, Failure):
@@ -237,7 +218,7 @@ class Nodes:
         if old is not None:
             self._heard_again(old, answer)
         elif node not in self._replaced:
-            found = _introduction(node, answer, self._clients, self._max_images)
+            found = introduction_of(node, answer, self._clients, self._max_images)
             found = self._same_site(found) if isinstance(found, Introduction) else found
             if isinstance(found, Refusal):
                 LOG.warning("%s", found.error)
@@ -256,9 +237,9 @@ class Nodes:
         if isinstance(answer, Failure):
             self._take(rival)
         elif not self._started:
-            raise _twice(self._clients, old, rival)
+            raise two_nodes(self._clients, old, rival)
         else:
-            LOG.warning("%s It is ignored.", _twice(self._clients, old, rival))
+            LOG.warning("%s It is ignored.", two_nodes(self._clients, old, rival))
             self._rivals.pop(old.number)
 
     def _same_site(self, found: Introduction) -> Introduction | Refusal:
@@ -284,51 +265,3 @@ class Nodes:
 
 def _clients(numbers: Collection[int]) -> str:
     return f"client{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def _printable(reason: str) -> str:
-    """Return the beginning of a text of another machine, without characters that move a terminal's cursor."""
-    return "".join(letter if letter.isprintable() else " " for letter in reason[:200])
-
-
-def _twice(clients: int, one: Introduction, other: Introduction) -> ConfigError:
-    first, second = sorted((one.node, other.node))
-    return ConfigError(
-        f"The nodes' numbers must be 0..{clients - 1}, each once, got {one.number} from nodes {first} and "
-        f"{second}. Start each node with its own partition-id, and admit known nodes only "
-        "(flower-superlink --enable-supernode-auth)."
-    )
-
-
-def _introduction(node: int, answer: RecordDict | Failure, clients: int, max_images: int) -> Introduction | Refusal:
-    """Return what a node says about its site, or why that can't be used."""
-    name = f"Node {node}"
-    try:
-        facts = read_config(content_of(answer, name), "facts")
-        number = whole(facts, "number", 0, clients - 1)
-        images = whole(facts, "images", 1, max_images)
-        return Introduction(node, number, images, whole(facts, "sensitive", 0, images))
-    except MessageError as error:
-        return Refusal(-1, MessageError(f"{name} must introduce its site. {error}"))
-    except GradveilError as error:
-        return Refusal(_stated_number(answer), error)
-
-
-def content_of(answer: RecordDict | Failure, name: str) -> RecordDict:
-    """Return a node's answer. Raise if there is none, or if it is an error of the site."""
-    if isinstance(answer, Failure):
-        raise WorkerError(
-            f"{name} must answer, got: {answer.reason} Look at its SuperNode; with an out folder, the same run "
-            "continues from its last checkpoint."
-        )
-    if "error" in answer.config_records:
-        raise named(name, answer.config_records["error"].get("code"))
-    return answer
-
-
-def _stated_number(answer: RecordDict | Failure) -> int:
-    """Return the client's number that a node states in its error, or -1."""
-    if isinstance(answer, Failure) or "error" not in answer.config_records:
-        return -1
-    number = answer.config_records["error"].get("number")
-    return number if isinstance(number, int) else -1

@@ -164,8 +164,10 @@ def open_site(context: Context, data: Callable[[Context], Dataset] | None) -> It
     settings = build_defence(settings.defence).training(settings)
     defence, number = planned_defence(settings), policy.partition_id
     check_choices(settings, defence)
-    if defence.fewest_clients > 1:
-        raise refused("sums", f"Sites send their updates in the open, where {defence.spec!r} protects too little.")
+    if defence.fewest_clients > 1 and settings.aggregation != "secure":
+        raise refused("sums", f"Updates would be sent in the open, where {defence.spec!r} protects too little.")
+    if policy.aggregation == "secure" and number in defence.early_clients(settings.clients):
+        raise refused("aggregation", f"This site would send its update in the open, as a guard of {defence.spec!r}.")
     run = settings_hash(asked)
     folder = Path(policy.private_folder) / run
     with open_ledger(Path(policy.private_folder) / f"ledger-{number}.json") as book:

@@ -20,6 +20,7 @@ from gradveil.errors import (
 )
 
 CODES: Mapping[str, tuple[type[GradveilError], str]] = {
+    "aggregation": (ConfigError, "It agreed to secure aggregation only."),
     "aux": (ConfigError, "Its defence or model needs public images; the run's are not among the files that it allows."),
     "batch": (ConfigError, "The run's batch size is outside of its limits."),
     "budget": (RefusedError, "Its budget for scores of training images is spent."),
@@ -35,6 +36,8 @@ CODES: Mapping[str, tuple[type[GradveilError], str]] = {
     "message": (MessageError, "It could not read the server's message."),
     "model": (ConfigError, "The run's model must be the one that the site agreed to, letter by letter."),
     "number": (ConfigError, "Its partition-id must be the number of one of the run's clients."),
+    "opened": (RefusedError, "It has opened the sum of this round before, and opens no other one."),
+    "peers": (RefusedError, "Keys in the secure sum are not signed by the sites that it knows."),
     "policy": (ConfigError, "Its own policy is incomplete or invalid."),
     "private-model": (RefusedError, "It scores a model with private parts on test images only."),
     "protection": (DefenceError, "Its defence could not protect the update."),
@@ -45,6 +48,7 @@ CODES: Mapping[str, tuple[type[GradveilError], str]] = {
     "shared-model": (RefusedError, "It scores test images only for its own model, one with private parts."),
     "state": (RunFolderError, "Its private state, keys for example, is lost or damaged."),
     "step": (ConfigError, "The run's momentum is above its limit, or lr times weight-decay is above 1."),
+    "sum": (RefusedError, "It refused a step of the secure sum: its clients, threshold or order are not acceptable."),
     "sums": (ConfigError, "The run's defence shares its noise among clients, which needs secure aggregation."),
     "training-images": (RefusedError, "It gives no scores of its training images."),
     "tripwire": (TripwireError, "It found a trap in the model that it received."),

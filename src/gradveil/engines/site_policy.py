@@ -60,6 +60,11 @@ class SitePolicy:
             guarantee of differential privacy are accepted.
         max_delta: the δ at which this ε is computed.
         warm_minutes: idle minutes after which the site's worker ends, see `gradveil.engines.warm_site`; 0 has none.
+        aggregation: ``secure`` agrees only to runs in which the server gets the sum of updates, never a single one;
+            ``any`` agrees to both kinds.
+        min_sum: smallest number of clients in such a sum.
+        peers: TOML file with the public key of each client's site, ``0 = "02ab.."``; then keys that others signed are
+            refused. "" believes the server whose keys are whose.
     """
 
     partition_id: int = -1
@@ -85,9 +90,14 @@ class SitePolicy:
     max_epsilon: float = 0.0
     max_delta: float = 1e-4
     warm_minutes: float = 10.0
+    aggregation: str = ANY
+    min_sum: int = 2
+    peers: str = ""
 
     def __post_init__(self) -> None:
         one_of("tripwire", self.tripwire, _STRICTNESS)
+        one_of("aggregation", self.aggregation, (ANY, "secure"))
+        in_range("min_sum", self.min_sum, 2)
         in_range("max_rate", self.max_rate, 0, open_low=True)
         in_range("max_momentum", self.max_momentum, 0, 1, open_high=True)
         in_range("max_epochs", self.max_epochs, 1)
@@ -159,6 +169,8 @@ def agree(policy: SitePolicy, settings: TrainSettings, *, own_data: bool = False
     if not (own_data or policy.data or _is_known_set(policy, settings.dataset)):
         raise refused("file", f"A run must name a data set that this site allows, got {settings.dataset!r}.")
     _agree_on_limits(policy, settings)
+    if policy.aggregation not in (ANY, settings.aggregation):
+        raise refused("aggregation", f"This site sends updates into secure sums only, got {settings.aggregation!r}.")
     return replace(
         settings,
         sensitive=policy.sensitive,

@@ -116,7 +116,7 @@ class Training:
             row["tripwire_warnings"] = len(alarms)  # clients that found a trap
         if played.dropped:
             row["dropped"] = list(played.dropped.values())  # each reason names its client
-        if played.quantised is not None:
+        if played.quantised is not None and played.quantised.error is not None:
             row |= {"sum_clipped": played.quantised.clipped, "sum_error": played.quantised.error}
         if number == self.settings.rounds and not self.settings.defended:
             row |= self._budget(number)

@@ -18,9 +18,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
+from gradveil.engines.site_kinds import app_of
 from gradveil.engines.site_policy import SitePolicy, read_policy
 from gradveil.engines.warm_wire import receive, send, socket_path, usable
 from gradveil.errors import GradveilError
@@ -42,10 +42,7 @@ STARTED: list["subprocess.Popen[bytes]"] = []
 
 def client_app() -> ClientApp:
     """Return a ClientApp for one site, whose policy names its images. It answers as that of `flower_site` does."""
-    app = ClientApp()
-    for kind, register in (("query", app.query), ("train", app.train), ("evaluate", app.evaluate)):
-        register()(partial(_answer, kind))
-    return app
+    return app_of(_answer)
 
 
 def _answer(kind: str, message: Message, context: Context) -> Message:

@@ -60,13 +60,13 @@ class SecureSum:
 
     Attributes:
         total: the sum, in float64.
-        clipped: share of all clients' entries that were clipped.
-        error: norm of the difference to the exact sum, over the norm of the exact sum.
+        clipped: share of all clients' entries that were clipped; None if nobody can know.
+        error: norm of the difference to the exact sum, over the norm of the exact sum; None if nobody can know.
     """
 
     total: Update
-    clipped: float
-    error: float
+    clipped: float | None = None
+    error: float | None = None
 
 
 def secure_sum(updates: Sequence[Update], weights: Sequence[float], how: Quantiser) -> SecureSum:

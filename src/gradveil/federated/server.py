@@ -31,8 +31,11 @@ class Engine(Protocol):
 
     def train(
         self, round_number: int, clients: Sequence[int], model: Tensors, public: Tensors, lr: float
-    ) -> Iterable["Sent | Missing"]:
-        """Let clients train from ``model``; yield what each sends, or why it did not, in the order of ``clients``."""
+    ) -> Iterable["Sent | Missing | Summed"]:
+        """Let clients train from ``model``; yield what each sends, or why it did not, in the order of ``clients``.
+
+        A `Summed` stands for all clients in it.
+        """
         ...
 
     def score(self, round_number: int, requests: Sequence["ScoreRequest"], model: Tensors) -> list[Score]:
@@ -71,6 +74,21 @@ class Missing:
 
 
 @dataclass(frozen=True)
+class Summed:
+    """The sum of several clients' weighted updates, from secure aggregation over a network.
+
+    Attributes:
+        clients: whose updates are in it.
+        total: the sum, in float64.
+        reports: the numbers that hooks recorded, one mapping per client that does not keep them.
+    """
+
+    clients: tuple[int, ...]
+    total: Update
+    reports: Sequence[Mapping[str, float]] = ()
+
+
+@dataclass(frozen=True)
 class ScoreRequest:
     """Images to score a model on.
 
@@ -91,6 +109,17 @@ def sample_clients(settings: TrainSettings, sizes: Sequence[int], round_number: 
         return torch.randperm(len(sizes), generator=rng)[:count].tolist()
     weights = torch.ones(len(sizes)) if settings.sampling == "uniform-replace" else torch.tensor(sizes).double()
     return torch.multinomial(weights, count, replacement=True, generator=rng).tolist()
+
+
+def round_weights(
+    settings: TrainSettings, defence: Defence, sizes: Sequence[int], round_number: int
+) -> dict[int, float]:
+    """Return the weight of each client that trains in a round: those drawn, and early clients."""
+    early, drawn = defence.early_clients(len(sizes)), sample_clients(settings, sizes, round_number)
+    if defence.counts_early:
+        return update_weights(settings, sizes, drawn, early)
+    weights = update_weights(settings, sizes, [client for client in drawn if client not in early])
+    return weights | dict.fromkeys(early, 0.0)
 
 
 def last_rounds(settings: TrainSettings, defence: Defence, sizes: Sequence[int], done: int) -> dict[int, int]:
@@ -153,7 +182,7 @@ class Round:
 
         Only rounds of ``save_rounds`` have it. With ``sum_bits`` it is that of the quantised sum.
         """
-        others = [client for client in self.recovered if client not in self.early]
+        others = [client for client in self.clients if client not in self.early]
         if self.quantised is not None:
             whole = sum(self.weights[client] for client in others) or 1.0
             mean = self.quantised.total * (1 / whole)
@@ -188,20 +217,20 @@ def play_round(
     dropped: dict[int, str] = {}
     norms: dict[int, float] = {}
     apart: dict[int, Update] = {}  # updates that are added up as whole numbers
+    sums: list[Update] = []  # sums of such updates, from other machines
     server = Server(number, network, {}, state, stream(settings.seed, "server", number), lr)
 
     # Step 1: choose who trains; early clients always do.
     early = defence.early_clients(len(sizes))
-    drawn = sample_clients(settings, sizes, number)
-    if defence.counts_early:
-        weights = update_weights(settings, sizes, drawn, early)
-    else:
-        weights = update_weights(settings, sizes, [client for client in drawn if client not in early])
-        weights |= dict.fromkeys(early, 0.0)
+    weights = round_weights(settings, defence, sizes, number)
     aggregate = Aggregate(sum(weights.values()))
 
     def collect(clients: Sequence[int], side: Server) -> Iterator[tuple[int, Update]]:
         for answer in engine.train(number, clients, model, side.public, lr):
+            if isinstance(answer, Summed):
+                sums.append(answer.total)
+                reports.extend(answer.reports)
+                continue
             client, usable = answer.client, _usable(answer, defence, side)
             if isinstance(usable, Missing):
                 if settings.bad_answers == "stop" or client in early:
@@ -233,7 +262,7 @@ def play_round(
     # Step 4: the sum of the weighted updates moves the global model; the defence may make a step of its own of it.
     used = tuple(client for client in (*early, *others) if client not in dropped)
     _require_enough(len(used) - len(early), defence, engine.fewest, dropped)
-    quantised = _add_quantised(aggregate, apart, weights, settings)
+    quantised = _add_quantised(aggregate, apart, weights, settings, sums)
     total = defence.on_aggregate(aggregate.total(_rescaled(weights, dropped)), server)
     means = mean_over_clients(reports)
     with naming_the_largest(number, norms):
@@ -242,9 +271,16 @@ def play_round(
 
 
 def _add_quantised(
-    aggregate: Aggregate, updates: Mapping[int, Update], weights: Mapping[int, float], settings: TrainSettings
+    aggregate: Aggregate,
+    updates: Mapping[int, Update],
+    weights: Mapping[int, float],
+    settings: TrainSettings,
+    sums: Sequence[Update],
 ) -> SecureSum | None:
-    """Add updates as whole numbers; return what that gave, or None if there are none."""
+    """Add updates as whole numbers, or a sum of them; return what that gave, or None if there are none."""
+    for total in sums:
+        aggregate.add(total, 1.0)
+        return SecureSum(total)
     if not updates:
         return None
     how = Quantiser(settings.sum_bits, settings.sum_range)
