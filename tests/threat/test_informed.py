@@ -2,15 +2,19 @@
 
 import copy
 
+import pytest
 import torch
 
+from gradveil.attacks import Scene, build_attack
 from gradveil.defences.parts.grid import grid_of
 from gradveil.defences.veil import Veil
 from gradveil.federated.client import Broadcast, Device, Streams, play_client
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import LocalSettings
 from gradveil.models import create_model
+from gradveil.threat import ThreatModel
 from gradveil.threat.informed import alone
+from gradveil.threat.observe import Federation, observe
 from gradveil.threat.seen import Seen
 from gradveil.types import Batch
 
@@ -52,3 +56,31 @@ def test_it_is_not_that_of_another_image():
     left, single = alone(whole, 2, wrong, LR), played(network, data[torch.tensor([2])], quiet)
     apart = left.update.tensors["head.weight"] - single.update.tensors["head.weight"]
     assert float(apart.norm()) > 0.1 * LR * quiet.clip
+
+
+@pytest.mark.parametrize("spec", ["imprint", "trap-weights"])
+def test_rows_before_the_network_get_no_more_than_the_bound(spec):
+    """A malicious server puts a block before the frozen features; without noise it reads the image off exactly."""
+    attack, data = build_attack(spec), make_batch(1)
+    network = create_model("patches:filters=4", (1, 12, 12), 4, 0)
+    torch.nn.init.normal_(network.head.weight, generator=torch.Generator().manual_seed(0))  # a head of zeros stops it
+    scene = Scene((1, 12, 12), 4)
+
+    def errors(defence):
+        seen = observe(
+            network,
+            [data],
+            threat=ThreatModel.of("num-examples", "alters-model"),
+            num_classes=4,
+            defence=defence,
+            federation=Federation(alter=lambda net: attack.alter(net, scene, torch.Generator().manual_seed(0))),
+        )
+        guess = attack(seen, torch.Generator().manual_seed(0)).images[0]
+        return float((guess.nan_to_num(0.5) - data.images).square().mean())
+
+    altered = attack.alter(copy.deepcopy(network), scene, torch.Generator().manual_seed(0))
+    veil = Veil(mu=3, rounds=10)
+    sent = veil.contributions(altered.train(), data)
+    assert float(torch.cat([tensor.flatten() for tensor in sent.values()]).norm()) <= veil.clip
+    assert errors(None) < 1e-3
+    assert errors(veil) > 0.03  # of images whose pixels vary by 1 / 12
