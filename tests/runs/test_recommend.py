@@ -13,13 +13,14 @@ from gradveil.config import make_train_settings, read_settings
 from gradveil.data import load_dataset
 from gradveil.defences import planned_defence
 from gradveil.defences.parts.gaussian_dp import epsilon_of, identification_bound
-from gradveil.errors import ConfigError, DataError
+from gradveil.engines.site_policy import agree, read_policy
+from gradveil.errors import ConfigError, DataError, RefusedError
 from gradveil.federated.budgets import weakest_budget
 from gradveil.federated.protocol import Protocol
 from gradveil.report.recommendation import headline
 from gradveil.runs import recommend as module
 from gradveil.runs import trials
-from gradveil.runs.advice import run_config, unprotected
+from gradveil.runs.advice import run_config, site_policy, unprotected
 from gradveil.runs.candidates import ClientSizes, Protection, candidates, undominated
 from gradveil.runs.judged import check_of, judged, line_of, picked_of
 from gradveil.runs.recommend import recommend
@@ -314,6 +315,19 @@ def test_flower_gets_what_differs_from_its_defaults_with_dashes():
     for one in candidates(wish, SIZES):
         if one.training:  # Flower takes no keys that the app does not state
             assert not run_config(one.training).keys() - known.keys()
+
+
+def test_a_site_agrees_to_the_recommended_training_and_to_no_weaker_one():
+    for name in (BEST, "veil on patches, noise at each client, 120 rounds"):
+        training = next(c for c in candidates(SMALL, SIZES) if c.name == name).training
+        policy = read_policy({"partition-id": 0, "private-folder": "/srv", **site_policy(training)})
+        assert agree(policy, training).defence == training.defence
+        for weaker in ({"defence": "none"}, {"model": "lenet5"}, {"rounds": 121}, {"lr": 0.1}):
+            with pytest.raises(RefusedError):
+                agree(policy, replace(training, **weaker))
+        if training.aggregation == "secure":
+            with pytest.raises(RefusedError, match="secure sums only"):
+                agree(policy, replace(training, aggregation="none", sum_bits=0))
 
 
 def test_what_is_not_protected_says_what_single_updates_would_leak():

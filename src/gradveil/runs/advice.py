@@ -67,7 +67,9 @@ def run_config(training: TrainSettings) -> dict[str, Any]:
 
 def site_policy(training: TrainSettings) -> dict[str, Any]:
     """Return the keys of a site's policy that agree to exactly this training."""
-    limits = {"max-rate": training.lr, "max-rounds": training.rounds}
+    limits: dict[str, Any] = {"max-rate": training.lr, "max-rounds": training.rounds}
+    if training.aggregation == "secure":
+        limits |= {"aggregation": "secure", "min-sum": training.num_sampled}
     files = [path for path in (training.aux, training.weights) if "/" in path]
     return {
         "defence": training.defence, "model": training.model, **limits, **({"files": ",".join(files)} if files else {})
