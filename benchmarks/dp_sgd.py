@@ -30,7 +30,7 @@ RECIPES = {"mnist": (512, 0.5, 1), "cifar10": (1024, 1.0, 2)}
 """Batch and rate of Tramer and Boneh's own command for each set (tanh, clip 0.1, momentum 0.9), and our epochs."""
 PUBLISHED = (
     ("Tramèr and Boneh 2021, a linear model on ScatterNet features", {"mnist": {3: 0.987}, "cifar10": {3: 0.693}}),
-    ("De et al. 2022, WRN-40-4 with all tricks", {"cifar10": {8: 0.814}}),
+    ("De et al. 2022, WRN-40", {"cifar10": {8: 0.814}}),
 )
 
 
@@ -92,7 +92,8 @@ def scale(document: dict[str, Any]) -> str:
     """Return at which scale this was measured, for docs/defences.md."""
     found = {row["dataset"]: row for row in document["trainings"]}
     return "; ".join(
-        f"{name}: {row['images']:,} images, {row['epochs']} epochs, batches of {row['batch_size']}, "
+        f"{name}: {row['images']:,} images, {row['epochs']} epoch{'s' * (row['epochs'] > 1)}, "
+        f"batches of {row['batch_size']}, "
         f"rate {row['rate']:g}"
         for name, row in found.items()
     )

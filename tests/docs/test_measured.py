@@ -54,3 +54,15 @@ def test_what_nvflares_server_saw_is_the_measured_share():
     page, wanted, document = generated("nvflare_simulator", "nvflare", "nvflare.md")
     assert [text for text in wanted if text not in page] == []
     assert all((row["zeros"] > 0.8) == (row["defence"] != "none") for row in document["rows"])
+
+
+def test_the_price_of_veil_at_full_size_is_the_measured_one():
+    page, wanted, _ = generated("veil_targets", "veil-targets", "defences.md")
+    assert [text for text in wanted if text not in page] == []
+
+
+def test_accuracy_against_epsilon_is_the_measured_one():
+    page, wanted, document = generated("dp_sgd", "dp-sgd", "defences.md")
+    scale = generated("dp_sgd", "dp-sgd", "defences.md", "scale")[1]
+    assert [text for text in (*wanted, *scale) if text not in page] == []
+    assert all(row["reached_epsilon"] <= row["epsilon"] for row in document["trainings"])
