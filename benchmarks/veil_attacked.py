@@ -679,9 +679,15 @@ of the estimate and of the ends of its 99 % interval):"""
 
 PAGE_SEARCHED = """\
 Searches for the likeliest image with learned priors ([priors in noise](attacks.md#priors-in-noise)), {count} images
-of seed 0:"""
+of seed 0. A search returns one likely image, not the mean of all, and pays for it under noise:"""
 
 PAGE_END = """\
+In an audit, clients with a single image are what such an attacker is left with, so that `--partition iid:images=1`
+with all rounds tapped plays the worst case on any data:
+
+    gradveil audit --dataset mnist-5k --model patches --protocol fedavg --clients 8 --partition iid:images=1 \\
+        --rounds 3 --tap 1/2/3 --defences veil:mu=1,veil:mu=3 --attacks posterior,lti --adaptive --out runs/veil
+
 Not measured: other data than digits; heads on trained features (`frozen`); `unit=client`; membership attacks (`lira`,
 `rmia`) on trainings under veil, which see less than this attacker."""
 
