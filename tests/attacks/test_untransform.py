@@ -5,6 +5,7 @@ import torch
 
 from gradveil.attacks import build_attack
 from gradveil.attacks.encodings import Encodings
+from gradveil.attacks.parts.imitation import Imitation
 from gradveil.attacks.untransform import Untransform
 from gradveil.defences import build_defence
 from gradveil.errors import ConfigError
@@ -129,3 +130,37 @@ def test_another_defence_does_not_change_the_guesses():
 def test_bad_settings():
     with pytest.raises(ConfigError, match="prior"):
         build_attack("untransform:prior=-1")
+    with pytest.raises(ConfigError, match="rehearsals"):
+        build_attack("untransform:rehearsals=-1")
+
+
+def test_a_rehearsal_undoes_a_blur_and_changes_nothing_if_guesses_are_exact():
+    """The errors of an inversion that halves the contrast are learned from public images, and undone."""
+    public = Batch(*[torch.cat(part) for part in zip(*public_parts(), strict=True)])
+    how = {"targets": 4, "side": 16, "defence": build_defence("ats:policy=0"), "public": PublicKnowledge(public)}
+    truth, _, seen = scene(grants=(*GRANTS, "public-data"), **how)
+    shown = Encodings().run(seen, torch.Generator())
+    faint = replace(shown, images=0.3 + 0.4 * shown.images)
+    imitate = Imitation.of(public.images, 0.3 + 0.4 * public.images)
+    plain, rehearsed = (
+        psnr(truth.flatten(0, 1), Untransform().decode(faint, seen, torch.Generator(), errors).images.flatten(0, 1))
+        for errors in (None, imitate)
+    )
+    assert (rehearsed > plain + 10).all()
+    assert torch.equal(
+        run(Untransform(rehearsals=4), seen).images, run(Untransform(), seen).images
+    )  # granted encodings have no errors to learn
+    exact = Imitation.of(public.images, public.images)
+    found = Untransform().decode(shown, seen, torch.Generator(), exact).images
+    assert torch.allclose(found, truth, atol=0.02)
+
+
+def test_an_attack_on_gradients_is_rehearsed_on_played_clients():
+    public = Batch(*[torch.cat(part) for part in zip(*public_parts(), strict=True)])
+    how = {"targets": 2, "side": 16, "defence": build_defence("ats:policy=0"), "public": PublicKnowledge(public)}
+    truth, _, seen = scene(grants=("labels", "num-examples", "public-data", "defence"), **how)
+    inner = "inner=gs:iterations=30;adapt=none"
+    found = [run(build_attack(f"untransform:{inner},rehearsals={count}"), seen) for count in (0, 4)]
+    plain, rehearsed = (psnr(truth.flatten(0, 1), each.images.flatten(0, 1)).mean() for each in found)
+    assert rehearsed > plain + 1
+    assert not any("not rehearsed" in why for why in found[1].why)

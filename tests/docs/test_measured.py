@@ -66,3 +66,9 @@ def test_accuracy_against_epsilon_is_the_measured_one():
     scale = generated("dp_sgd", "dp-sgd", "defences.md", "scale")[1]
     assert [text for text in (*wanted, *scale) if text not in page] == []
     assert all(row["reached_epsilon"] <= row["epsilon"] for row in document["trainings"])
+
+
+def test_the_gain_of_rehearsing_untransform_is_the_measured_one():
+    page, wanted, document = generated("untransform", "untransform", "hiding-images.md")
+    assert [text for text in wanted if text not in page] == []
+    assert all(sum(row["rehearsed"]) > sum(row["plain"]) for row in document["rows"])  # "gains in every line"

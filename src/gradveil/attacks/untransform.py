@@ -8,7 +8,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from gradveil.attacks.decoder import Decoder
+from gradveil.attacks.parts.imitation import Filter, Imitation, learned_filter
+from gradveil.attacks.rehearsing import RehearsingDecoder
 from gradveil.defences import member, required
 from gradveil.defences.ats import Ats, transformed
 from gradveil.defences.mixup import Mixup
@@ -18,7 +19,7 @@ from gradveil.validate import in_range
 
 
 @dataclass(frozen=True)
-class Untransform(Decoder):
+class Untransform(RehearsingDecoder):
     r"""Undo each transformation that the policy may have made, and keep the one that explains the guess best.
 
     .. math:: \arg\min_{p,\,\sigma} \; \big\| t_{p,\sigma}\big(t_{p,\sigma}^{-1}(\tilde x)\big) - \tilde x \big\|_2^2
@@ -31,6 +32,10 @@ class Untransform(Decoder):
     ATS draws a policy per batch, so different pixels survive in each round of a client. If there are several rounds,
     guesses of the same image are matched by assignment, and each pixel is the median of the rounds that know it.
 
+    With ``rehearsals``, ``inner`` first inverts updates of clients that the attacker plays with public images. Other
+    public images are transformed by the policy, shown with errors of this kind and decoded, and a filter from decoded
+    images to true ones is learned. It is used if it helps for public images that it was not learned from.
+
     Needs: the defence, and what ``inner`` needs. The term d is used if public data are granted.
     Fails: for what operations destroyed in every round (pixels out of the picture, equalised histograms). Random crops
     and flips before the policy are not undone. With them, with different images in each round's batch, or with images
@@ -42,6 +47,7 @@ class Untransform(Decoder):
     Attributes:
         inner: the attack whose guesses are decoded; by default the granted encodings.
         prior: w, weight of the distance from the brightness and contrast of public images.
+        rehearsals: updates of played clients from which the errors of ``inner`` are learned; 0 learns nothing.
     """
 
     needs: ClassVar[frozenset[Knowledge]] = frozenset({Knowledge.DEFENCE})
@@ -56,12 +62,16 @@ class Untransform(Decoder):
         """Return ats if the defence does not transform images."""
         return ["ats"] if member(seen.defence, Ats) is None else []
 
-    def decode(self, found: Reconstruction, seen: Observation, rng: torch.Generator) -> Reconstruction:
+    def decode(
+        self, found: Reconstruction, seen: Observation, rng: torch.Generator, imitate: Imitation | None = None
+    ) -> Reconstruction:
         """Decode each guess; guesses of one image in several rounds are combined."""
         defence = required(seen.defence, Ats)
         guesses = found.images.flatten(0, 1)
         usable = guesses.flatten(1).isfinite().all(1).view(-1, 1, 1, 1)
         images, known, error = self._undo(guesses.nan_to_num(0.5), defence, seen)
+        if imitate is not None:
+            images = self._correction(imitate, defence, seen, rng)(images)
         if _repeats(found, defence, seen):
             looks = (-1, seen.rounds, seen.num_examples)
             clients = zip(
@@ -86,6 +96,31 @@ class Untransform(Decoder):
                 best, known = torch.where(better, image, best), torch.where(better, there, known)
                 least = torch.minimum(error, least)
         return best, known, least
+
+    def _correction(self, imitate: Imitation, defence: Ats, seen: Observation, rng: torch.Generator) -> Filter:
+        """Return a filter that undoes what errors of the guesses do to decoded images, or none if it does not help."""
+        public = seen.public_data.images.cpu()
+        truth = public[torch.randperm(len(public), generator=rng)[:_REHEARSED]]
+        played = self._undo(imitate(_obscured(truth, defence, rng), rng), defence, seen)[0]
+        half = len(truth) // 2
+        learned = learned_filter(played[:half], truth[:half])
+
+        def correct(images: Tensor) -> Tensor:
+            return learned(images.cpu()).clamp(0, 1).to(images)
+
+        before, after = ((each - truth[half:]).square().mean() for each in (played[half:], correct(played[half:])))
+        return correct if bool(after < before) else lambda images: images
+
+
+def _obscured(images: Tensor, defence: Ats, rng: torch.Generator) -> Tensor:
+    """Return images (N, C, H, W) after policies and signs that are drawn as a client does."""
+    shown, policies = images.clone(), defence.policies
+    chosen = torch.randint(len(policies), (len(images),), generator=rng)
+    for number, steps in enumerate(policies):
+        rows = (chosen == number).nonzero()[:, 0]
+        signs = 2 * torch.randint(2, (len(rows), len(steps)), generator=rng) - 1
+        shown[rows] = transformed(images[rows], steps, signs)
+    return shown
 
 
 def _repeats(found: Reconstruction, defence: Ats, seen: Observation) -> bool:
@@ -132,6 +167,8 @@ def _matched(ours: Tensor, theirs: Tensor) -> Tensor:
     return torch.as_tensor(linear_sum_assignment(-alike.cpu().numpy())[1], device=ours.device)
 
 
+_REHEARSED = 128
+"""Public images, at most, that are obscured and decoded to learn a correction; half of them check it."""
 _TURNS = 3
 """How often guesses are matched to images and medians are taken."""
 
