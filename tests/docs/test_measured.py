@@ -72,3 +72,10 @@ def test_the_gain_of_rehearsing_untransform_is_the_measured_one():
     page, wanted, document = generated("untransform", "untransform", "hiding-images.md")
     assert [text for text in wanted if text not in page] == []
     assert all(sum(row["rehearsed"]) > sum(row["plain"]) for row in document["rows"])  # "gains in every line"
+
+
+def test_standard_is_as_good_as_settings_by_hand():
+    page, wanted, document = generated("standard_against_hand", "standard-against-hand", "attacks.md")
+    assert [text for text in wanted if text not in page] == []
+    rows = document["rows"]
+    assert [row["each"] for row in rows[::2]] == [row["each"] for row in rows[1::2]]  # "the same guesses"
