@@ -1,4 +1,4 @@
-"""Three hospitals train together on this machine: TLS, known nodes only, and differential privacy by `veil`.
+"""Three hospitals train together on this machine: TLS, known nodes only, secure sums, differential privacy by `veil`.
 
     python examples/hospital/run.py                                # digits
     python examples/hospital/run.py --data pneumoniamnist.npz      # chest X-rays (x_train, y_train, x_test, y_test)
@@ -149,10 +149,10 @@ def federation(given: argparse.Namespace, folder: Path) -> None:
         with nodes[0] as one, nodes[1] as two, nodes[2] as three:
             for number, node in enumerate((one, two, three)):
                 wait_for(folder / f"node-{number}.log", "SuperNode ID", node)
-            out, app = folder / "run", str(HERE.parent / "flower")
+            out, app, bits = folder / "run", str(HERE.parent / "flower"), 22 if given.aggregation == "secure" else 0
             settings = (
                 f"defence='{given.defence}' model='{given.model}' dataset='{folder}/test.npz' clients={SITES} "
-                f"rounds={given.rounds} aggregation='{given.aggregation}' out='{out}'"
+                f"rounds={given.rounds} aggregation='{given.aggregation}' sum-bits={bits} out='{out}'"
             )
             call(["flwr", "run", app, "hospital", "--stream", "-c", settings], env)
     show(folder, env)
@@ -198,9 +198,9 @@ def main() -> None:
     """Read the command line and play the example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="mnist-5k", help="an .npz file of images, or a named data set")
-    parser.add_argument("--defence", default="veil:mu=2")
+    parser.add_argument("--defence", default="veil:mu=2,at=sum")
     parser.add_argument("--model", default="patches:filters=64")
-    parser.add_argument("--aggregation", default="none", choices=["none", "secure"])
+    parser.add_argument("--aggregation", default="secure", choices=["none", "secure"])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--epsilon", type=float, default=20.0, help="what each site agrees to spend in all runs")
     parser.add_argument("--port", type=int, default=8000)

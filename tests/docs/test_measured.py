@@ -79,3 +79,9 @@ def test_standard_is_as_good_as_settings_by_hand():
     assert [text for text in wanted if text not in page] == []
     rows = document["rows"]
     assert [row["each"] for row in rows[::2]] == [row["each"] for row in rows[1::2]]  # "the same guesses"
+
+
+def test_the_time_of_a_round_over_flower_is_the_measured_one():
+    page, wanted, document = generated("flower_rounds", "flower-rounds", "flower.md")
+    assert [text for text in (*wanted, document["machine"]) if text not in page] == []
+    assert all(row["ratio"] < 1.1 for row in document["rows"])  # "less than that of the bare app"

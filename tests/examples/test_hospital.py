@@ -70,15 +70,15 @@ def test_each_site_has_its_own_images_policy_and_port(parts, tmp_path):
     sites = [load_dataset(str(tmp_path / f"site-{number}.npz")) for number in range(run.SITES)]
     seen = {image.tobytes() for site in sites for image in np.asarray(site.train.images)}
     assert len(seen) > 0.99 * sum(len(site.train) for site in sites)  # shared by none
-    run.write_policies(tmp_path, "veil:mu=2", "patches:filters=64", 20.0, "none")
+    run.write_policies(tmp_path, "veil:mu=2,at=sum", "patches:filters=64", 20.0, "secure")
     settings = make_train_settings({
-        "defence": "veil:mu=2", "model": "patches:filters=64", "clients": 3, "dataset": str(tmp_path / "test.npz"),
-        "momentum": 0.9, "lr": 0.05,
+        "defence": "veil:mu=2,at=sum", "model": "patches:filters=64", "clients": 3, "momentum": 0.9, "lr": 0.05,
+        "aggregation": "secure", "sum-bits": 22, "dataset": str(tmp_path / "test.npz"),
     })  # fmt: skip
     for number in range(run.SITES):
         policy = read_policy({"policy": str(tmp_path / f"site-{number}.toml")})
         assert (policy.partition_id, policy.max_epsilon) == (number, 20.0)
-        assert agree(policy, settings).defence == "veil:mu=2"
+        assert agree(policy, settings).defence == "veil:mu=2,at=sum"
     commands = [run.node_command(tmp_path, 8000, number) for number in range(run.SITES)]
     assert len({command[command.index("--port") + 1] for command in commands}) == run.SITES
     assert "--insecure" not in [word for command in (*commands, run.server_command(tmp_path, 8000)) for word in command]
