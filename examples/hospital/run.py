@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from keys import make_keys
@@ -180,6 +181,14 @@ def record(given: argparse.Namespace, folder: Path, seconds: float) -> None:
     given.record.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def table(document: dict[str, Any]) -> str:
+    """Return a record as the table of docs/deploy.md."""
+    lines = ["| round | accuracy | seconds | ε of site 0 so far |", "|---|---|---|---|"]
+    for row, epsilon in zip(document["rounds"], document["epsilon"], strict=True):
+        lines.append(f"| {row['round']} | {100 * row['accuracy']:.1f} % | {row['seconds']:.0f} | {epsilon:.2f} |")
+    return "\n".join(lines)
+
+
 def show(folder: Path, env: dict[str, str]) -> None:
     """Print the accuracy, whether all sites got the same models, and what the first site has answered."""
     rows = folder / "run" / "rows.jsonl"
@@ -201,7 +210,7 @@ def main() -> None:
     parser.add_argument("--defence", default="veil:mu=2,at=sum")
     parser.add_argument("--model", default="patches:filters=64")
     parser.add_argument("--aggregation", default="secure", choices=["none", "secure"])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epsilon", type=float, default=20.0, help="what each site agrees to spend in all runs")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--out", type=Path, help="keep all files here (a new folder)")

@@ -1,6 +1,7 @@
 """The parts of examples/hospital: keys that TLS and Flower accept, policies that sites can read, commands that fit."""
 
 import importlib
+import json
 import socket
 import ssl
 import subprocess
@@ -82,6 +83,14 @@ def test_each_site_has_its_own_images_policy_and_port(parts, tmp_path):
     commands = [run.node_command(tmp_path, 8000, number) for number in range(run.SITES)]
     assert len({command[command.index("--port") + 1] for command in commands}) == run.SITES
     assert "--insecure" not in [word for command in (*commands, run.server_command(tmp_path, 8000)) for word in command]
+
+
+def test_the_recorded_run_is_that_of_the_page(parts):
+    _, run = parts
+    document = json.loads((FOLDER.parents[1] / "results" / "hospital.json").read_text())
+    page = (FOLDER.parents[1] / "docs" / "deploy.md").read_text()
+    facts = [run.table(document), document["date"], document["command"], document["machine"], document["defence"]]
+    assert [text for text in (*facts, f"{document['seconds']} s") if text not in page] == []
 
 
 def test_what_was_started_is_ended(parts, tmp_path):
