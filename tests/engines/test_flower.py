@@ -588,6 +588,15 @@ def test_classes_are_counted_on_test_images_only(settings, tmp_path):
         assert sum(facts["class-count"]) == sum(known)
 
 
+def test_a_refusal_of_a_site_whose_policy_file_has_its_number_ends_the_waiting(settings, tmp_path):
+    policy = tmp_path / "site.toml"
+    policy.write_text('partition-id = 1\ndefence = "dp-sgd"\n')
+    grid = LocalGrid(settings, tmp_path / "sites")
+    grid.nodes[99] = {"policy": str(policy), "private-folder": str(tmp_path / "sites")}
+    with pytest.raises(ConfigError, match=r"Node 99 sent nothing\. The run's defence must be the one"):
+        flower_training(grid, settings, load_dataset(settings.dataset))
+
+
 def test_a_private_folder_is_required(settings, tmp_path):
     grid = LocalGrid(settings, tmp_path, **{"private-folder": ""})
     with pytest.raises(ConfigError, match=r"Node \d+ sent nothing\. Its own policy is incomplete"):

@@ -43,6 +43,7 @@ from gradveil.engines.site_budget import require_affordable
 from gradveil.engines.site_codes import code_of, refused
 from gradveil.engines.site_kinds import app_of
 from gradveil.engines.site_ledger import digest, weights_digest
+from gradveil.engines.site_policy import read_policy
 from gradveil.engines.site_scores import as_given, require_allowed
 from gradveil.engines.site_sum_state import Part
 from gradveil.engines.sum_masks import word_bits
@@ -95,9 +96,16 @@ def answered(
             LOG.error("The site sent nothing. %s", error)
         else:
             LOG.exception("The site sent nothing.")
+        return RecordDict({"error": ConfigRecord({"code": code_of(error), "number": _own_number(context)})})
+
+
+def _own_number(context: Context) -> int:
+    """Return the number of this client by its node config or policy file, or -1 if neither can be read."""
+    try:
+        return read_policy(context.node_config).partition_id
+    except GradveilError:
         number = context.node_config.get("partition-id")
-        failure = ConfigRecord({"code": code_of(error), "number": number if isinstance(number, int) else -1})
-        return RecordDict({"error": failure})
+        return number if isinstance(number, int) else -1
 
 
 def _introduce(site: Site, content: RecordDict) -> RecordDict:
