@@ -57,7 +57,8 @@ def federation(folder: Path, node: list[str], env: dict[str, str]) -> Iterator[N
         for number, command in enumerate(commands):
             log = (folder / f"log-{number}").open("wb")
             processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-            time.sleep(8 if number == 0 else 1)
+            while number == 0 and "Uvicorn running" not in (folder / "log-0").read_text(errors="replace"):
+                time.sleep(0.2)
         yield
     finally:
         for process in processes:
