@@ -8,7 +8,7 @@ import torch
 
 from gradveil.attacks import build_attack, pilot, standard
 from gradveil.attacks.pilot import RANDOM_DEFENCE, Way, ways
-from gradveil.attacks.standard import LEARNED_BEAT_SEARCH, NOT_CONVERGED, VANISHING_GRADIENT, Standard
+from gradveil.attacks.standard import LEARNED_BEAT_SEARCH, NOT_CONVERGED, SPEAR_IMAGES, VANISHING_GRADIENT, Standard
 from gradveil.audits import settings as audit_settings
 from gradveil.audits.settings import make_audit_settings
 from gradveil.defences import Defence, build_defence
@@ -244,12 +244,20 @@ def test_batches_beyond_a_search_meet_the_closed_forms(monkeypatch):
     assert [way.spec for way, _ in played] == ["cpa"]
     played = canned(monkeypatch, lambda way: 0.5, converged=False)
     found = Standard().run(seen, rng())
-    assert [way.spec for way, _ in played] == ["cpa", "spear"]
+    assert [way.spec for way, _ in played] == ["cpa"]  # too many images for spear
     assert "a closed form; a search can search at most 128 images per update, got 130" in found.why[0]
     smooth, _ = watched(model="mlp:hidden=400,activation=tanh", images=130)
     played.clear()
     SMALL.run(smooth, rng())
     assert [way.spec for way, _ in played] == ["cpa:iterations=4"]
+
+
+def test_spear_tries_smaller_batches_that_cpa_did_not_rebuild(monkeypatch):
+    for images, expected in ((8, ["cpa", "spear"]), (SPEAR_IMAGES + 1, ["cpa"])):
+        seen, _ = watched(model="mlp:hidden=100", images=images)
+        played = canned(monkeypatch, lambda way: 0.5, converged=False)
+        Standard()._closed_form(seen, rng())
+        assert [way.spec for way, _ in played] == expected
 
 
 def test_batches_beyond_a_search_and_closed_forms_have_a_picture_per_class():

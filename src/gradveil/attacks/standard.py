@@ -23,6 +23,8 @@ from gradveil.validate import in_range, one_of
 EFFORTS = {"quick": Effort(400, 500, 2), "standard": Effort(1200, 2000, 3), "thorough": Effort(4000, 4000, 4)}
 VANISHING = 1e-6
 """Norm of a gradient, for each root of its entries, below which float32 holds little more than rounding errors."""
+SPEAR_IMAGES = 64
+"""Largest batch that ``spear`` tries here: beyond it, it takes minutes and found no image of digits."""
 
 LEARNED_BEAT_SEARCH = "learned inversion beat gradient matching: a search with better settings may find more"
 NOT_CONVERGED = "the search did not converge"
@@ -151,7 +153,7 @@ class Standard(Attack):
         if not seen.single_step or Spear().unfit(seen.network, seen.shape, seen.num_examples):
             return None
         found = Way("cpa", knowing=False)(seen, rng)
-        if bool(found.converged.all()):
+        if bool(found.converged.all()) or seen.num_examples > SPEAR_IMAGES:
             return found
         return mixed(Way("spear", knowing=False)(seen, rng), found, found.converged)
 
