@@ -14,7 +14,7 @@ from torch import Tensor
 from gradveil.networks.convolution import Geometry
 
 _MULTIPLICATIONS = 3_000_000
-"""Multiplications per example from which the library's kernels are faster, by benchmarks/layer_rules.py on a CPU."""
+"""Multiplications per example from which the library's kernels are faster, by trials on a CPU."""
 _POSITIONS = 1024
 """Positions of the output from which they are faster, because copying patches takes long."""
 
