@@ -85,3 +85,12 @@ def test_the_time_of_a_round_over_flower_is_the_measured_one():
     page, wanted, document = generated("flower_rounds", "flower-rounds", "flower.md")
     assert [text for text in (*wanted, document["machine"]) if text not in page] == []
     assert all(row["ratio"] < 1.1 for row in document["rows"])  # "less than that of the bare app"
+
+
+def test_the_speed_beside_a_plain_loop_is_the_measured_one():
+    page, wanted, document = generated("never_slower", "never-slower", "performance.md")
+    assert [text for text in wanted if text not in page] == []
+    measured = [line for line in document["figures"] if "ratio" in line]
+    assert max(line["apart"] for line in measured) < 1e-5  # float32
+    assert min(line["ratio"] for line in measured if line["model"] != "mlp") > 0.95  # "noise"
+    assert min(line["ratio"] for line in measured if line["model"] == "mlp") < 0.95  # "slower than the loop"
