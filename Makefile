@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # one test process per core, one thread per process
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --doctest-modules src tests
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --doctest-modules src tests
 export GRADVEIL_OFFLINE ?= 1
 
 .PHONY: demo test quick check bench clean
