@@ -19,6 +19,11 @@ from gradveil.errors import DataError, RunFolderError
 from gradveil.limits import check_regular
 from gradveil.seal import check_seal, header_bytes, sealed, without_seal
 
+try:
+    import fcntl
+except ImportError:  # not on Windows: there two processes do not wait for each other
+    fcntl = None  # type: ignore[assignment]
+
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write a file atomically: a reader sees either the old content or the new.
@@ -52,6 +57,25 @@ def make_folder(path: Path, mode: int = 0o755) -> None:
     if not path.parent.is_dir():
         make_folder(path.parent)
     path.mkdir(mode=mode, exist_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock beside a private file within the ``with`` block: processes that want it too wait for each other.
+
+    The folder is made with mode 0700 if it is missing.
+    """
+    try:
+        make_folder(path.parent, 0o700)
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise RunFolderError(f"{path.parent} must be a folder that can be written, got: {error.strerror}.") from error
+    try:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def save_tensors(

@@ -256,7 +256,7 @@ def _masks(
 
 
 def _decoded(plan: SumPlan, total: Codes, count: int, bits: int, examples: int) -> Update:
-    """Return the sum of whole numbers as an update. Raise MessageError if it is impossible for so many clients."""
+    """Return a sum of whole numbers as an update. Raise MessageError if ``count`` clients can't have caused it."""
     words = total & np.uint64(0xFFFFFFFF) if bits == 32 else total
     if int(words.max(initial=0)) > count << plan.how.bits:
         raise MessageError(

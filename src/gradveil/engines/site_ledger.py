@@ -22,13 +22,8 @@ from gradveil.engines.site_history import GivenAnswer, append, digest_of_line, l
 from gradveil.errors import RunFolderError
 from gradveil.federated.client import Score
 from gradveil.limits import parse_json
-from gradveil.storage import make_folder, write_atomic
+from gradveil.storage import locked, write_atomic
 from gradveil.types import Tensors, Update
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: there two messages at the same time are not noticed
-    fcntl = None  # type: ignore[assignment]
 
 _DIGEST = "blake2b"
 
@@ -171,17 +166,8 @@ def _with_history(ledger: Ledger, path: Path) -> Ledger:
 @contextmanager
 def open_ledger(path: Path) -> Iterator[LedgerFile]:
     """Lock a site's ledger within the ``with`` block: messages that come at the same time wait for each other."""
-    try:
-        make_folder(path.parent, 0o700)
-        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise RunFolderError(f"{path.parent} must be a folder that can be written, got: {error.strerror}.") from error
-    try:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path):
         yield LedgerFile(path)
-    finally:
-        os.close(lock)
 
 
 def _read(path: Path) -> Ledger:

@@ -77,7 +77,7 @@ class MaskedUpdate:
 
 
 def read_masked(entries: int, bits: int, roster: Roster, check: Check) -> Callable[[int, RecordDict], MaskedUpdate]:
-    """Return the function that reads a client's masked update of so many entries, in words of so many bits."""
+    """Return the function that reads a client's masked update: ``entries`` whole numbers of ``bits`` bits each."""
     kind = torch.int32 if bits == 32 else torch.int64
     like = {"masked": torch.empty(entries, dtype=kind)}
 

@@ -24,7 +24,7 @@ CLIENTS = {"none": 4, "secure": 2}
 same for any number of clients."""
 ATTACK = "standard:effort=quick"
 UNLIKELY = 0.01
-"""Picking so many images by chance alone, if the bound holds, counts as broken below this probability."""
+"""The bound counts as broken if, were it true, the images would have been picked with a smaller probability."""
 Figures = dict[str, Any]
 
 
