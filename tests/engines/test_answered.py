@@ -25,15 +25,12 @@ def test_a_damaged_note_answers_nothing(tmp_path):
 
 def test_of_messages_that_come_at_the_same_time_one_is_answered(tmp_path, monkeypatch):
     path, together, outcomes = tmp_path / "answered", threading.Barrier(4), []
-    read = type(path).read_text
 
-    def slowly(self, *args, **kwargs):
-        text = read(self, *args, **kwargs)
-        threading.Event().wait(0.05)  # all would have read by now, without the lock
-        return text
+    def slowly(path, content, *, mode):
+        threading.Event().wait(0.05)  # without the lock, all others have read the old note by now
+        path.write_bytes(content)
 
-    path.write_text("0")
-    monkeypatch.setattr(type(path), "read_text", slowly)
+    monkeypatch.setattr("gradveil.engines.answered.write_atomic", slowly)
 
     def ask():
         together.wait()
