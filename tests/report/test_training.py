@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradveil.config import TrainSettings, make_train_settings
-from gradveil.report.training import command, headline, warnings_of, write_page
+from gradveil.report.training import command, headline, promise, warnings_of, write_page
 
 ROWS = [
     {"round": 1, "accuracy": 0.5, "accuracy_sensitive": None, "loss": 1.23456, "lr": 0.05, "seconds": 0.1},
@@ -132,6 +132,18 @@ def test_the_headline_is_the_result():
         "mlp on mnist-5k, defence none: after 2 rounds with 7 clients, 75.00% of the test images are recognised."
     )
     assert "before any training" in headline(settings, [{"round": 0, "accuracy": 0.1}])
+
+
+def test_the_page_says_what_the_defence_states_or_nothing(tmp_path):
+    stated = {"epsilon": 10.0, "delta": 1e-5, "mu": 2.0, "identified_bound": 0.138}
+    assert promise([{"epsilon": 1.0}, stated, {"epsilon": None}]) == (
+        "The defence states for all rounds together: ε = 10, δ = 1e-05, μ = 2; picked out of 1,000: 13.8% at most."
+    )
+    assert promise([{"epsilon": 0.5, "delta": 1e-5}]).endswith("ε = 0.5, δ = 1e-05.")
+    assert promise(ROWS) == ""
+    assert "The defence states" not in page(tmp_path)[0]
+    text, _ = page(tmp_path, rows=[*ROWS[:-1], {**ROWS[-1], **stated}])
+    assert "ε = 10, δ = 1e-05, μ = 2" in text
 
 
 def test_the_command_of_the_defaults_has_no_options():

@@ -43,12 +43,13 @@ def write_page(
     picture = base64.b64encode((out / "curves.png").read_bytes()).decode()
     last = _evaluated(rows)
     alarms = warning_of(last, settings), warnings_of(rows), exceeding(last)
+    told = " ".join(filter(None, (promise(rows), note)))
     worst = sorted(clients, key=_own_accuracy)[:50]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>gradveil: {escape(settings.model)} on {escape(settings.dataset)}</title><style>{STYLE}</style></head><body>
 <h1>{escape(headline(settings, rows))}</h1>
-{"".join(f"<p><strong>{escape(text)}</strong></p>" for text in alarms if text)}<p>{escape(note)}</p>
+{"".join(f"<p><strong>{escape(text)}</strong></p>" for text in alarms if text)}<p>{escape(told)}</p>
 <img alt="Accuracy and loss over the rounds" src="data:image/png;base64,{picture}">
 <h2>Rounds</h2>{_table(rows, "round")}
 <h2>Clients, the worst first{" (50 of them)" if len(clients) > 50 else ""}</h2>
@@ -97,6 +98,23 @@ def headline(settings: TrainSettings, rows: Sequence[Mapping[str, Any]]) -> str:
 def _evaluated(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the last row with an accuracy, or {} if there is none."""
     return next((row for row in reversed(rows) if row.get("accuracy") is not None), {})
+
+
+def promise(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the defence states for all rounds together, in a sentence; "" if no row states an ε.
+
+    Example:
+        >>> print(promise([{"epsilon": 4.38, "delta": 1e-5, "mu": 1.0, "identified_bound": 0.0183}]))
+        The defence states for all rounds together: ε = 4.38, δ = 1e-05, μ = 1; picked out of 1,000: 1.8% at most.
+    """
+    stated = next((row for row in reversed(rows) if row.get("epsilon") is not None), None)
+    if stated is None:
+        return ""
+    signs = {"epsilon": "ε", "delta": "δ", "mu": "μ"}
+    figures = [f"{sign} = {stated[key]:.3g}" for key, sign in signs.items() if stated.get(key) is not None]
+    picked, found = stated.get("identified_bound"), ", ".join(figures)
+    bound = "" if picked is None else f"; picked out of 1,000: {picked:.1%} at most"
+    return f"The defence states for all rounds together: {found}{bound}."
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> str:
