@@ -25,7 +25,8 @@ from gradveil.engines.answer_limits import AnswerLimits, read_limits
 from gradveil.engines.devices import make_network
 from gradveil.engines.flower_engine import FlowerEngine
 from gradveil.engines.in_process import InProcess
-from gradveil.engines.nodes import Nodes, Patience
+from gradveil.engines.nodes import Nodes
+from gradveil.engines.questions import Patience
 from gradveil.engines.run_folder import RunFolder
 from gradveil.engines.simulation import check_choices, chosen_normalisation, refuse_unmarked, server_network
 from gradveil.engines.site import run_settings

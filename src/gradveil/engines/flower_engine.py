@@ -12,7 +12,8 @@ from gradveil.defences import Defence
 from gradveil.engines.answer_limits import AnswerLimits
 from gradveil.engines.introductions import Failure, content_of
 from gradveil.engines.messages import listed, read_arrays, read_config, whole
-from gradveil.engines.nodes import Content, Nodes
+from gradveil.engines.nodes import Nodes
+from gradveil.engines.questions import Content
 from gradveil.engines.reading import no_foreign_error, of_client
 from gradveil.engines.secure_rounds import SumPlan, secure_total
 from gradveil.engines.simulation import chosen_normalisation

@@ -8,7 +8,7 @@ who they are, even in the middle of a round, and take over the open question of 
 import logging
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gradveil.engines.introductions import (
     Failure,
@@ -18,32 +18,13 @@ from gradveil.engines.introductions import (
     printable_reason,
     two_nodes,
 )
+from gradveil.engines.questions import Content, Patience, Question
 from gradveil.errors import MessageError, WorkerError
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict  # isort: skip - messages says if it is missing
+from flwr.app import Message, RecordDict  # isort: skip - messages says if it is missing
 from flwr.serverapp import Grid  # isort: skip
 
 LOG = logging.getLogger("flwr")
-Content = Mapping[str, ArrayRecord | ConfigRecord]
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long the server waits.
-
-    Attributes:
-        answer: seconds for the answers to one question; None waits as long as the nodes are there.
-        back: seconds until a node must be there, or be back, if the run can't go on without it.
-        rival: seconds until a node that says nothing has lost its number to a newer one.
-        poll: seconds between two looks for answers.
-        speak: seconds between two lines that say who is awaited.
-    """
-
-    answer: float | None = None
-    back: float = 600.0
-    rival: float = 60.0
-    poll: float = 1.0
-    speak: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -52,19 +33,6 @@ class _Sent:
 
     node: int
     client: int = -1
-
-
-@dataclass
-class _Question:
-    """One question to some clients, and what came of it; ``lost`` clients may yet come back as another node."""
-
-    kind: str
-    contents: Mapping[int, Content]
-    answers: dict[int, RecordDict | Failure] = field(default_factory=dict)
-    lost: dict[int, str] = field(default_factory=dict)
-
-    def awaited(self) -> list[int]:
-        return [client for client in self.contents if client not in self.answers]
 
 
 class Nodes:
@@ -90,7 +58,7 @@ class Nodes:
         self._sent: dict[str, _Sent] = {}
         self._rivals: dict[int, tuple[Introduction, float]] = {}
         self._refusals: list[Refusal] = []
-        self._question = _Question("", {})
+        self._question = Question("", {})
         self._spoke = time.monotonic()
 
     def gather(self, *, stop: bool, fewest: int, needed: Collection[int]) -> None:
@@ -99,7 +67,8 @@ class Nodes:
         After the waiting time, ``fewest`` clients are enough if they are more than 0 and all ``needed`` are there. If
         ``stop``, a client's node that refuses ends the waiting.
         """
-        until = time.monotonic() + self._patience.back
+        start = time.monotonic()
+        until = start + self._patience.back
         while not self._started:
             self._turn()
             missing = [client for client in range(self._clients) if client not in self.known]
@@ -108,11 +77,11 @@ class Nodes:
                     raise refusal.error
             enough = 0 < fewest <= len(self.known) and not set(missing) & set(needed)
             if self._rivals:
-                self._pause("Two nodes state one number; waiting for the answer of the older one.")
+                self._pause("Two nodes state one number; waiting for the answer of the older one.", start)
             elif not missing:
                 self._started = True
             elif time.monotonic() <= until:
-                self._pause(f"Waiting for the nodes of {_clients(missing)}; {len(self.known)} are there.")
+                self._pause(f"Waiting for the nodes of {_clients(missing)}; {len(self.known)} are there.", start)
             elif enough:
                 LOG.warning("Starting without %s, whose nodes are not there.", _clients(missing))
                 self._started = True
@@ -135,18 +104,18 @@ class Nodes:
         then there is time for it to come back.
         """
         start = time.monotonic()
-        self._question = asked = _Question(kind, contents)
+        self._question = asked = Question(kind, contents)
         self._turn()
         for client in asked.awaited():
             self._put(client)
         while asked.awaited():
             self._turn()
-            self._give_up(asked, time.monotonic() - start, needed, fewest)
+            asked.give_up(self._patience, time.monotonic() - start, needed, fewest)
             if not asked.awaited():
                 break
             who = ", ".join(self._called(client) for client in asked.awaited())
-            self._pause(f"Waiting for the answer of {who} ({kind}), {time.monotonic() - start:.0f} s so far.")
-        self._question = _Question("", {})
+            self._pause(f"Waiting for the answer of {who} ({kind}), {time.monotonic() - start:.0f} s so far.", start)
+        self._question = Question("", {})
         self._sent = {key: sent for key, sent in self._sent.items() if sent.client < 0}
         return {client: asked.answers[client] for client in contents}
 
@@ -154,22 +123,12 @@ class Nodes:
         there = f"node {self.known[client].node}" if client in self.known else "no node yet"
         return f"client {client} ({'lost' if client in self._question.lost else there})"
 
-    def _give_up(self, asked: _Question, passed: float, needed: Collection[int], fewest: int) -> None:
-        """Note the failures of clients for which it is pointless, or too late, to wait."""
-        limit, back = self._patience.answer, self._patience.back
-        failed = {client for client, answer in asked.answers.items() if isinstance(answer, Failure)}
-        possible = len(asked.contents.keys() - asked.lost.keys() - failed)
-        for client in asked.awaited():
-            if limit is not None and passed >= limit:
-                asked.answers[client] = Failure(asked.lost.get(client) or f"nothing came within {limit:g} seconds.")
-            elif client in asked.lost and (passed >= back or (client not in needed and possible >= fewest)):
-                asked.answers[client] = Failure(asked.lost[client])
-
-    def _pause(self, awaited: str) -> None:
+    def _pause(self, awaited: str, start: float) -> None:
+        """Wait before the next look for answers to a question of a time; say now and then who is awaited."""
         if time.monotonic() - self._spoke >= self._patience.speak:
             self._spoke = time.monotonic()
             LOG.info("%s", awaited)
-        time.sleep(self._patience.poll)
+        time.sleep(self._patience.pause(time.monotonic() - start))
 
     def _turn(self) -> None:
         """Ask new nodes who they are, and take in all that has arrived."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gradveil.engines.introductions import Failure, content_of
-from gradveil.engines.nodes import Content
+from gradveil.engines.questions import Content
 from gradveil.engines.reading import no_foreign_error, of_client
 from gradveil.engines.sum_answers import Check, Keys, MaskedUpdate, read_keys, read_masked, read_outbox, read_shares
 from gradveil.engines.sum_masks import (
