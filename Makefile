@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --doctest-modules src tests
 export GRADVEIL_OFFLINE ?= 1
 
-.PHONY: demo test quick check bench clean
+.PHONY: demo test quick check results bench clean
 
 demo: .venv/installed  ## audit six defences on real digits, and print the paths of two pages
 	@rm -rf runs/demo runs/demo-veil
@@ -25,6 +25,9 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+results: .venv/installed  ## write docs/results/ from results/
+	$(BIN)/python -m gradveil.reproduce.pages
 
 bench: .venv-bench/installed  ## speed compared with a plain loop, Flower and breaching, and of Soteria and DCS2 compared with one image at a time, and of list and describe
 	.venv-bench/bin/python benchmarks/simulation.py

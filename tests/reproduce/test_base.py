@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +31,15 @@ def test_an_experiment_writes_its_table_figures_and_document_and_is_not_run_twic
     assert runs == ["smoke"]
     with pytest.raises(RunFolderError, match=r"scale = 'small' \(was 'smoke'\)"):
         run_experiment(paper, "1", Lab(lab.out, "small"))
+
+
+@pytest.mark.parametrize("other", [{"data": {"x": "1"}}, {"sources": {"x": "1"}}])
+def test_an_experiment_whose_sources_or_data_changed_is_run_again(tmp_path, other):
+    runs = []
+    run_experiment(paper_of(runs), "1", Lab(tmp_path / "1", "smoke"))
+    document = run_experiment(paper_of(runs), "1", Lab(tmp_path / "1", "smoke", **other))
+    assert len(runs) == 2
+    assert all(document[name] == value for name, value in other.items())
 
 
 def test_an_interrupted_experiment_resumes_with_the_missing_parts(tmp_path):
@@ -81,8 +89,8 @@ def test_progress_of_a_part_is_scaled_to_the_whole(tmp_path):
     assert heard == [(0.375, "attack"), (0.5, "training")]
 
 
-@pytest.mark.parametrize("other", [{"scale": "small"}, {"seed": 1}, {"data_root": Path("elsewhere")}])
-def test_parts_of_another_scale_seed_or_data_root_are_not_reused(tmp_path, other):
+@pytest.mark.parametrize("other", [{"scale": "small"}, {"seed": 1}, {"data": {"x": "1"}}, {"sources": {"x": "1"}}])
+def test_parts_of_another_scale_seed_data_or_sources_are_not_reused(tmp_path, other):
     assert Lab(tmp_path, "smoke").once("part", lambda: 1) == 1
     assert Lab(tmp_path, "smoke").once("part", lambda: 2) == 1
     assert Lab(tmp_path, **{"scale": "smoke", **other}).once("part", lambda: 3) == 3

@@ -47,9 +47,34 @@ def test_representations_match_the_paper_if_clients_have_few_classes(tmp_path, r
 @pytest.mark.slow
 def test_attacks_on_parts_of_the_gradient(tmp_path, real_data):
     rows, out = smoke("fig3", tmp_path, real_data)
-    assert len(rows) == 4
+    assert [row["network"] for row in rows] == ["lenet-dlg:convs=4"] * 4 + ["lenet-dlg"] * 4
     assert all(row["mse"] > 0 for row in rows)
-    assert (out / "audit-cifar10" / "report.html").exists()
+    assert len([*out.glob("audit-cifar10-*/report.html")]) == 2
+
+
+@pytest.mark.slow
+def test_privacy_against_accuracy(tmp_path):
+    rows, out = smoke("fig5", tmp_path)
+    families = {row["defence"].split(":")[0] for row in rows}
+    assert families == {"none", "soteria", "prune", "gaussian", "laplace"}
+    assert {row["adaptive"] for row in rows if row["defence"] != "none"} == {False, True}
+    assert all(row["mse"] > 0 and 0 < row["accuracy"] < 1 for row in rows)
+    noisy = [row["defence"] for row in rows if row["defence"].startswith(("gaussian", "laplace"))]
+    assert all("where=gradient" in spec for spec in noisy)  # the same quantity in attack and training
+    assert (out / "tradeoff-mnist-5k.png").exists()
+
+
+@pytest.mark.slow
+def test_the_same_rates(tmp_path, real_data):
+    rows, _ = smoke("fig6", tmp_path, real_data)
+    assert {row["defence"] for row in rows} == {"none", "soteria:prune=0.5", "prune:fraction=0.5"}
+    assert all(row["recognisable"].endswith(" of 1") for row in rows)
+
+
+@pytest.mark.parametrize(("dataset", "images"), [("mnist", 54_000), ("cifar10", 19_250)])
+def test_the_partition_of_full_scale_fits_the_images(tmp_path, dataset, images):
+    """A class has a tenth of the images; each is dealt to 20 of 100 clients with two classes each."""
+    assert 20 * soteria._per_class(Lab(tmp_path, "full"), dataset) <= images / 10
 
 
 def test_accuracy_is_none_if_the_rounds_are_too_few_to_learn(tmp_path):

@@ -189,7 +189,7 @@ def report_command(
         say(f"Note: {note}", err=True)
 
 
-def reproduce_command(
+def reproduce_command(  # noqa: PLR0913 - one argument for each option
     paper: Annotated[str, typer.Argument(help="A paper; all of its experiments run unless --table names one.")],
     out: Annotated[Path, typer.Option(help="Folder for the results, with a subfolder per experiment.")],
     table: Annotated[str, typer.Option(help="One table or figure: 1, fig3, ...")] = "",
@@ -197,11 +197,17 @@ def reproduce_command(
         str, typer.Option(help="smoke (a minute), small (minutes to an hour) or full (the paper's).")
     ] = "small",
     seed: Seed = 0,
+    results: Annotated[
+        Path | None, typer.Option(help="Also add the results to this folder, as results/ has them.")
+    ] = None,
     workers: Workers = None,
     data_root: DataRoot = None,
     as_json: Json = False,
 ) -> None:
-    """Repeat a paper's experiments and print its figures beside ours; finished experiments are not run again."""
+    """Repeat a paper's experiments, and print its figures beside ours and a verdict on each claim.
+
+    Finished experiments are not run again unless their sources or data changed.
+    """
     from gradveil.reproduce import reproduce
     from gradveil.reproduce.base import to_markdown
 
@@ -212,6 +218,7 @@ def reproduce_command(
             out=out,
             scale=scale,
             seed=seed,
+            results=results,
             workers=workers,
             data_root=data_root,
             progress=lambda share, doing: move(share, 1, doing),
@@ -221,4 +228,4 @@ def reproduce_command(
         return
     for document in documents:
         say(to_markdown(document))
-    say(f"Look at them: {out}")
+    say(f"Look at them: {out / f'{paper}.html'}")

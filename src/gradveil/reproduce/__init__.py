@@ -7,6 +7,7 @@ from typing import Any
 
 from gradveil.errors import UnknownNameError
 from gradveil.reproduce.base import SCALES, Lab, Paper, run_experiment
+from gradveil.reproduce.provenance import data_digests, source_digests
 from gradveil.validate import one_of
 
 __all__ = ["SCALES", "Lab", "Paper", "papers", "reproduce"]
@@ -19,12 +20,24 @@ def papers() -> dict[str, Paper]:
     return {paper.name: paper for paper in found}
 
 
-def reproduce(paper: str, table: str = "", *, out: Path, scale: str = "small", **lab: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - passed to Lab
-    """Run one experiment of a paper, or all of them, each in its own folder below ``out``.
+def reproduce(
+    paper: str,
+    table: str = "",
+    *,
+    out: Path,
+    scale: str = "small",
+    results: Path | None = None,
+    **lab: Any,  # noqa: ANN401 - passed to Lab
+) -> list[dict[str, Any]]:
+    """Run one experiment of a paper, or all of them, each in its own folder below ``out``, and write PAPER.html there.
 
-    Finished experiments are not run again, and experiments of one paper share the parts that they have in common.
+    Finished experiments are not run again unless their sources or data changed, and experiments of one paper share the
+    parts that they have in common. ``results`` is a folder to add the documents to, see `gradveil.reproduce.results`.
     Return one document per experiment, with its title, rows and notes.
     """
+    from gradveil.reproduce.pages import write_html  # it asks for all papers, and so for this module
+    from gradveil.reproduce.results import keep
+
     known = papers()
     if paper not in known:
         raise UnknownNameError("paper", paper, known)
@@ -33,5 +46,12 @@ def reproduce(paper: str, table: str = "", *, out: Path, scale: str = "small", *
         raise UnknownNameError(f"table of {paper}", table, chosen.experiments)
     one_of("scale", scale, SCALES)
     names = [table] if table else list(chosen.experiments)
-    parts = out / "parts" / paper
-    return [run_experiment(chosen, name, Lab(out / name, scale, parts=parts, **lab)) for name in names]
+    module, parts = f"{__name__}.{paper}", out / "parts" / paper
+    lab |= {"sources": source_digests(module), "data": data_digests(module, lab.get("data_root"))}
+    documents = []
+    for name in names:
+        documents.append(run_experiment(chosen, name, Lab(out / name, scale, parts=parts, **lab)))
+        if results is not None:
+            keep(documents[-1], out / name, results)
+    write_html(chosen, out)
+    return documents

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from gradveil.engines.run_folder import RunFolder
 from gradveil.errors import DataError, RunFolderError
 from gradveil.report.files import save_figure
+from gradveil.reproduce.provenance import as_one, versions
 from gradveil.storage import load_tensors, save_tensors, write_atomic
 from gradveil.types import Tensors
 
@@ -39,6 +41,8 @@ class Lab:
         workers: number of processes; None starts one per core.
         progress: called with the finished share of the work and a description of the current step.
         parts: the folder that keeps the results of finished parts; None keeps them below ``out``.
+        sources: digests of the source files that the paper's experiments depend on, by path in the package.
+        data: digests of the data files that they can read, by path below the data root.
     """
 
     out: Path
@@ -48,6 +52,8 @@ class Lab:
     workers: int | None = None
     progress: Callable[[float, str], None] = lambda share, doing: None
     parts: Path | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, str] = field(default_factory=dict)
 
     def pick(self, smoke: V, small: V, full: V) -> V:
         """Return the value that belongs to this scale."""
@@ -91,9 +97,14 @@ class Lab:
         """The folder that keeps the results of finished parts."""
         return self.parts or self.out / "parts"
 
+    @property
+    def origin(self) -> str:
+        """One digest of the sources and the data."""
+        return as_one({**self.sources, **{f"data {name}": own for name, own in self.data.items()}})
+
     def _part(self, part: object) -> Path:
-        """Return a part's path without suffix; it depends on the version, scale, seed and data root as well."""
-        facts = repr((version("gradveil"), self.scale, self.seed, str(self.data_root), part))
+        """Return a part's path without suffix; it depends on sources, data, scale and seed as well."""
+        facts = repr((self.origin, self.scale, self.seed, part))
         return self.kept / hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
@@ -137,20 +148,29 @@ class Paper:
 def run_experiment(paper: Paper, name: str, lab: Lab) -> dict[str, Any]:
     """Run one experiment in its folder, unless the folder holds its result already, and return its document.
 
-    The folder receives results.md, results.json and the figures; results.json is written last.
+    A result counts as long as the sources and the data are the same. The folder receives results.md, results.json and
+    the figures; results.json is written last.
     """
     settings = {"paper": paper.name, "table": name, "scale": lab.scale, "seed": lab.seed}
     finished = _finished(lab.out, settings)
-    if finished is not None:
+    if finished is not None and all(finished.get(name) == vars(lab)[name] for name in ("sources", "data")):
         return finished
     experiment = paper.experiments[name]
+    started = time.monotonic()
     with RunFolder(lab.out):
         result = experiment.run(lab)
         document = {
             **settings,
             "title": experiment.title,
+            "command": command(paper.name, name, lab.scale, lab.seed),
+            "date": datetime.now(UTC).date().isoformat(),
+            "seconds": round(time.monotonic() - started),
+            "versions": versions(),
+            "sources": dict(lab.sources),
+            "data": dict(lab.data),
             "notes": list(result.notes),
             "rows": [dict(r) for r in result.rows],
+            "figures": sorted(result.figures),
         }
         for figure_name, figure in result.figures.items():
             for kind in ("png", "svg"):
@@ -160,15 +180,31 @@ def run_experiment(paper: Paper, name: str, lab: Lab) -> dict[str, Any]:
     return document
 
 
+def command(paper: str, table: str, scale: str = "small", seed: int = 0) -> str:
+    """Return the command that runs an experiment.
+
+    Example:
+        >>> command("loda", "5")
+        'gradveil reproduce loda --table 5 --scale small --data-root DIR --out runs/loda'
+    """
+    seeded = f" --seed {seed}" if seed else ""
+    return f"gradveil reproduce {paper} --table {table} --scale {scale}{seeded} --data-root DIR --out runs/{paper}"
+
+
 def to_markdown(document: Mapping[str, Any]) -> str:
     """Format a document as a Markdown table with its notes."""
     title = f"## {document['paper']}, {document['table']}: {document['title']}"
     head = f"{title}\n\nScale {document['scale']}, seed {document['seed']}.\n"
-    columns = list(dict.fromkeys(key for row in document["rows"] for key in row))
-    lines = ["| " + " | ".join(column.replace("_", " ") for column in columns) + " |", "|---" * len(columns) + "|"]
-    lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in document["rows"]]
     notes = "".join(f"\n- {note}" for note in document["notes"])
-    return "\n".join([head, *lines]) + "\n" + (f"{notes}\n" if notes else "")
+    return "\n".join([head, rows_table(document["rows"])]) + "\n" + (f"{notes}\n" if notes else "")
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format rows as a Markdown table with a column for each key."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(column.replace("_", " ") for column in columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
 
 
 def picture_lines(lines: Mapping[str, Tensor], most: int = 8) -> Figure:
