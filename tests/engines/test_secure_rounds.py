@@ -13,7 +13,7 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
 from gradveil.config import TrainSettings
-from gradveil.engines import nodes
+from gradveil.engines import flower_engine, nodes
 from gradveil.engines.answer_limits import AnswerLimits
 from gradveil.engines.flower import flower_training, server_app
 from gradveil.engines.sum_masks import (
@@ -218,6 +218,18 @@ def test_many_rounds_with_losses_in_any_step(tmp_path, monkeypatch):
         assert len(row.get("dropped", [])) == len(gone)
 
 
+def test_a_client_without_weight_is_left_out_before_sites_could_refuse_the_sum(tmp_path, monkeypatch):
+    """A client that was not there when the run began has no weight until it has said how many images it has."""
+    grid = Sites(tmp_path)
+    training = training_of(grid, monkeypatch, min_clients=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(flower_engine, "round_weights", lambda *_: {0: 0.3, 1: 0.3, 2: 0.0, 3: 0.4})
+        row, played = training.step(1)
+    assert sorted(played.clients) == [0, 1, 3]
+    assert row["dropped"] == ["Client 2 was not there before this round."]
+    assert sorted(training.step(2)[1].clients) == [0, 1, 2, 3]
+
+
 class TestOneSite:
     """What a site answers to a server that is not honest."""
 
@@ -296,6 +308,9 @@ class TestOneSite:
             lambda sum_: {"numbers": [0, 2, 3, 1]},  # its keys under another number
             lambda sum_: {"weights": [0.25, 0.25, float("nan"), 0.25]},
             lambda sum_: {"weights": [0.0, 0.25, 0.0, -1.0]},
+            lambda sum_: {"weights": [0.0, 1.0, 0.0, 0.0]},  # the sum would be the update of client 1
+            lambda sum_: {"weights": [0.0, 0.0, 0.0, 0.0]},
+            lambda sum_: {"weights": [0.3, 0.3, 0.3, 0.02]},
             lambda sum_: {"mask-keys": [sum_["mask-keys"][0]] * 4},
             lambda sum_: {"share-keys": [b"\x02" * 49] * 4},
         ],
@@ -310,6 +325,12 @@ class TestOneSite:
         grid = Sites(tmp_path, **{"min-sum": 4})
         with pytest.raises(MessageError, match=r"Client \d sent nothing\. It refused a step of the secure sum"):
             training_of(grid, monkeypatch, min_clients=3).step(1)
+
+    @pytest.mark.parametrize(("least", "lightest", "agreed"), [(0.1, 0.5, True), (0.6, 0.5, False), (1.0, 1.0, True)])
+    def test_a_site_states_the_smallest_weight_beside_the_largest(self, tmp_path, monkeypatch, least, lightest, agreed):
+        grid = self.fresh(tmp_path, monkeypatch, "query.shares", **{"min-weight": least})
+        answer = self.ask(grid, "query.shares", 1, weights=[1.0, 1.0, lightest, 1.0])
+        assert (answer != "sum") == agreed
 
     def test_an_attempt_is_answered_for_one_model_and_one_set_of_clients(self, tmp_path, monkeypatch):
         grid = self.fresh(tmp_path, monkeypatch, "query.unmask")

@@ -15,9 +15,10 @@ from gradveil.engines.messages import listed, read_arrays, read_config, whole
 from gradveil.engines.nodes import Nodes
 from gradveil.engines.questions import Content
 from gradveil.engines.reading import no_foreign_error, of_client
-from gradveil.engines.secure_rounds import SumPlan, secure_total
+from gradveil.engines.secure_rounds import secure_total
 from gradveil.engines.simulation import chosen_normalisation
 from gradveil.engines.site_codes import CODES
+from gradveil.engines.sum_opening import SumPlan
 from gradveil.engines.tripwire import announce
 from gradveil.errors import ConfigError, GradveilError, MessageError
 from gradveil.federated.answers import ExpectedUpdate, check_score, check_sent
@@ -110,6 +111,11 @@ class FlowerEngine:
         fewest = max(2, half, self.fewest, self._defence.fewest_clients)
         threshold = len(contents) if settings.bad_answers == "stop" else min(fewest, len(contents))
         weights = round_weights(settings, self._defence, self.sizes, round_number)
+        late = [client for client in contents if not weights[client]]  # of no weight: sites refuse such sums
+        yield from (
+            Missing(client, MessageError(f"Client {client} was not there before this round.")) for client in late
+        )
+        contents = {client: content for client, content in contents.items() if client not in late}
         if self._expected.sent is None:
             raise ConfigError(f"Defence {self._defence.spec!r} does not say what it sends, which a secure sum needs.")
         plan = SumPlan(

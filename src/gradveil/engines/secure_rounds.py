@@ -6,32 +6,23 @@ out in every step, as long as the threshold is left; otherwise the round ends wi
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from gradveil.engines.introductions import Failure, content_of
 from gradveil.engines.questions import Content
 from gradveil.engines.reading import no_foreign_error, of_client
 from gradveil.engines.sum_answers import Check, Keys, MaskedUpdate, read_keys, read_masked, read_outbox, read_shares
 from gradveil.engines.sum_masks import (
-    SECRET_BYTES,
-    SEED_BYTES,
-    Codes,
     Member,
     Roster,
-    mask,
-    pair_mask,
-    public_bytes,
-    recovered,
-    shared_key,
     word_bits,
 )
+from gradveil.engines.sum_opening import SumPlan, decoded, masks_left
 from gradveil.errors import GradveilError, MessageError, RefusedError
-from gradveil.federated.secure_sum import Quantiser
 from gradveil.types import Update
 
 from flwr.app import ConfigRecord, RecordDict  # isort: skip - messages says if it is missing
@@ -40,32 +31,6 @@ LOG = logging.getLogger("flwr")
 Ask = Callable[[str, Mapping[int, Content], int], dict[int, RecordDict | Failure]]
 MOST_ATTEMPTS = 3
 """Attempts at a round: a second one if clients are not those of an attempt before a restart."""
-
-
-@dataclass(frozen=True)
-class SumPlan:
-    """One secure sum.
-
-    Attributes:
-        round: number of the round.
-        weights: weight of each client's update, by client.
-        threshold: clients that must be left.
-        how: how entries become whole numbers.
-        like: an update with the names and shapes of every client's.
-        contents: the message with which each client is asked to train.
-    """
-
-    round: int
-    weights: Mapping[int, float]
-    threshold: int
-    how: Quantiser
-    like: Update
-    contents: Mapping[int, Content]
-
-    @property
-    def entries(self) -> int:
-        """Return the number of entries of an update."""
-        return sum(tensor.numel() for tensor in (*self.like.tensors.values(), *self.like.buffers.values()))
 
 
 @dataclass
@@ -172,13 +137,13 @@ def _play(attempt: _Attempt) -> SumResult:
     question = attempt.named(alive=sorted(alive), dead=sorted(dead))
     shares = attempt.step("query.unmask", dict.fromkeys(alive, question), read_shares(alive, dead, outboxes, roster))
     transcript = arrived[alive[0]].transcript
-    total = total - _masks(attempt, roster, alive, dead, shares, transcript)
+    total = total - masks_left(plan.entries, roster, alive, dead, shares, transcript)
     facts = {client: arrived[client].facts for client in alive}
     for client in dead:
         attempt.lost.setdefault(client, MessageError(f"Client {client} was not part of the sum that was opened."))
     examples = sum(arrived[client].facts["images"] for client in alive)
     lost = {client: error for client, error in attempt.lost.items() if client not in alive}
-    return SumResult(_decoded(plan, total, len(alive), bits, examples), facts, lost)
+    return SumResult(decoded(plan, total, len(alive), bits, examples), facts, lost)
 
 
 def _opened_before(attempt: _Attempt) -> str:
@@ -229,47 +194,3 @@ def _survivors(attempt: _Attempt, arrived: Mapping[int, MaskedUpdate]) -> list[i
     if len(before) > 1 or set(survivors) != set(before.pop()):
         raise MessageError("The survivors of the opened sum must all be there, got others.")
     return survivors
-
-
-def _masks(
-    attempt: _Attempt,
-    roster: Roster,
-    alive: Sequence[int],
-    dead: Sequence[int],
-    shares: Mapping[int, Mapping[int, bytes]],
-    transcript: str,
-) -> Codes:
-    """Return all masks that are still in the sum: the survivors' own, and those between survivors and the lost."""
-    count, total = attempt.plan.entries, np.zeros(attempt.plan.entries, np.uint64)
-    some = list(shares.values())[: roster.threshold]
-    for client in alive:
-        seed = recovered([given[client] for given in some], SEED_BYTES)
-        total = total + mask(seed, transcript, count)
-    for client in dead:
-        secret = recovered([given[client] for given in some], SECRET_BYTES)
-        if public_bytes(secret) != roster.member(client).mask_key:
-            raise MessageError(f"Shares of client {client}'s key must give the key, got another: client {client} lied.")
-        for other in alive:
-            key = shared_key(secret, roster.member(other).mask_key)
-            total = total + pair_mask(other, client, key, transcript, count)
-    return total
-
-
-def _decoded(plan: SumPlan, total: Codes, count: int, bits: int, examples: int) -> Update:
-    """Return a sum of whole numbers as an update. Raise MessageError if ``count`` clients can't have caused it."""
-    words = total & np.uint64(0xFFFFFFFF) if bits == 32 else total
-    if int(words.max(initial=0)) > count << plan.how.bits:
-        raise MessageError(
-            f"The sum of round {plan.round} must be within its range, got a larger one: a client sent other numbers "
-            "than it should. Which one can't be told, as single updates are hidden."
-        )
-    codes, start = torch.from_numpy(words.astype(np.int64)), 0
-    parts = []
-    for like in (plan.like.tensors, plan.like.buffers):
-        found = {}
-        for name in sorted(like):
-            stop = start + like[name].numel()
-            found[name] = plan.how.decode(codes[start:stop], count).reshape(like[name].shape)
-            start = stop
-        parts.append({name: found[name] for name in like})
-    return Update(parts[0], examples, parts[1])

@@ -63,6 +63,8 @@ class SitePolicy:
         aggregation: ``secure`` agrees only to runs in which the server gets the sum of updates, never a single one;
             ``any`` agrees to both kinds.
         min_sum: smallest number of clients in such a sum.
+        min_weight: smallest weight of a client in such a sum, as a share of the largest one; 1 is equal weights. With
+            weights of 0 for all but one client, the sum would be this one's update.
         peers: TOML file with the public key of each client's site, ``0 = "02ab.."``; then keys that others signed are
             refused. "" believes the server whose keys are whose.
     """
@@ -92,12 +94,14 @@ class SitePolicy:
     warm_minutes: float = 10.0
     aggregation: str = ANY
     min_sum: int = 2
+    min_weight: float = 0.1
     peers: str = ""
 
     def __post_init__(self) -> None:
         one_of("tripwire", self.tripwire, _STRICTNESS)
         one_of("aggregation", self.aggregation, (ANY, "secure"))
         in_range("min_sum", self.min_sum, 2)
+        in_range("min_weight", self.min_weight, 0, 1, open_low=True)
         in_range("max_rate", self.max_rate, 0, open_low=True)
         in_range("max_momentum", self.max_momentum, 0, 1, open_high=True)
         in_range("max_epochs", self.max_epochs, 1)

@@ -4,29 +4,27 @@ Four messages per round: ``keys`` asks for fresh public keys, ``shares`` hands o
 shares of the site's secrets, ``train`` collects the masked update, ``unmask`` asks for the shares that open the sum.
 All state is one file of the site, so that the very same message gets the very same answer, and nothing else does.
 
-What a site refuses, whatever the server says: a threshold of half of the clients or less; fewer survivors than the
-threshold; survivors without itself; both a client's seed and its key; and to open a second sum of a round. As every
-site opens one sum per round, more than half are needed, and a later attempt needs as many as an earlier one, a server
-can't open two sums of one round and subtract them.
+What a site refuses, whatever the server says: an unfair roster (`gradveil.engines.site_sum_terms`); fewer survivors
+than the threshold; survivors without itself; both a client's seed and its key; and to open a second sum of a round. As
+every site opens one sum per round, more than half are needed, and a later attempt needs as many as an earlier one, a
+server can't open two sums of one round and subtract them.
 """
 
 import secrets
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from gradveil.config import read_settings
 from gradveil.engines.messages import listed, read_config, whole
 from gradveil.engines.site import Site
 from gradveil.engines.site_codes import refused
 from gradveil.engines.site_ledger import digest
 from gradveil.engines.site_sum_state import Part, identity, load_part, save_part, signed_text
+from gradveil.engines.site_sum_terms import MOST_ATTEMPTS, MOST_MEMBERS, read_roster, require_fair
 from gradveil.engines.sum_masks import (
     SEED_BYTES,
     SHARE_BYTES,
     Codes,
-    Member,
     Roster,
     commitment,
     mask,
@@ -34,10 +32,8 @@ from gradveil.engines.sum_masks import (
     pair_mask,
     private_key,
     public_bytes,
-    public_key,
     shared_key,
 )
-from gradveil.errors import ConfigError, MessageError
 
 from cryptography.fernet import InvalidToken  # isort: skip - comes with Flower
 from flwr.app import ConfigRecord, RecordDict  # isort: skip
@@ -47,10 +43,7 @@ from flwr.common.secure_aggregation.secaggplus_utils import (  # isort: skip
     share_keys_plaintext_concat,
     share_keys_plaintext_separate,
 )
-from flwr.supercore.primitives.asymmetric import sign_message, verify_signature  # isort: skip
-
-MOST_MEMBERS, MOST_ATTEMPTS = 10_000, 1000
-"""Clients of a sum, and attempts at a round, at most."""
+from flwr.supercore.primitives.asymmetric import sign_message  # isort: skip
 
 
 def is_secure(site: Site) -> bool:
@@ -97,11 +90,11 @@ def _begin(site: Site, number: int, attempt: int, before: Part | None) -> Part:
 
 def shares(site: Site, content: RecordDict) -> RecordDict:
     """Accept the roster of a sum; answer with shares of this site's seed and key, encrypted for each other client."""
-    part, roster = _current(site, content), _read_roster(content)
+    part, roster = _current(site, content), read_roster(content)
     if part.roster not in ("", roster.digest()):
         raise refused("sum", "The clients of a sum must not change within an attempt, got others.")
     if not part.roster:
-        _require_fair(site, part, roster)
+        require_fair(site, part, roster)
         part = _shared(site, part, roster)
         save_part(site, part)
     to, ciphertexts, commitments = part.outbox
@@ -110,42 +103,6 @@ def shares(site: Site, content: RecordDict) -> RecordDict:
         "ciphertexts": [bytes.fromhex(text) for text in ciphertexts],
         "commitments": [bytes.fromhex(text) for text in commitments],
     })  # fmt: skip
-
-
-def _require_fair(site: Site, part: Part, roster: Roster) -> None:
-    """Raise unless this site agrees to the roster: enough clients, its own keys, weights by the settings, peers."""
-    try:
-        roster.check()
-        mine = roster.member(site.number)
-    except (MessageError, StopIteration) as error:
-        raise refused("sum", f"A sum must have this site and a fair threshold. {error}") from error
-    secrets_ = (bytes.fromhex(part.mask_secret), bytes.fromhex(part.share_secret))
-    if (mine.mask_key, mine.share_key) != tuple(map(public_bytes, secrets_)):
-        raise refused("sum", "A sum must have this site's own keys, got others under its number.")
-    fewest = max(site.policy.min_sum, site.defence.fewest_clients, part.floor)
-    if roster.threshold < fewest:
-        raise refused("sum", f"This site's sums need {fewest} clients or more, got a threshold of {roster.threshold}.")
-    if any(not 0 <= number < site.settings.clients for number in roster.numbers):
-        raise refused("sum", "A sum must be of the run's clients, got others.")
-    weights = {member.weight for member in roster.members}
-    if site.settings.weighting == "uniform" and site.settings.sampling == "uniform" and len(weights) > 1:
-        raise refused("sum", "All weights must be equal under weighting = uniform, got different ones.")
-    _require_peers(site, roster)
-
-
-def _require_peers(site: Site, roster: Roster) -> None:
-    """Raise unless every client's keys are signed by the key that the site's file of peers has for it."""
-    if not site.policy.peers:
-        return
-    try:
-        known = read_settings(Path(site.policy.peers))
-        for member in roster.members:
-            point = bytes.fromhex(str(known.get(str(member.number), "")))
-            text = signed_text(site.run, roster.round, roster.attempt, member.number, member.mask_key, member.share_key)
-            if not verify_signature(public_key(point), text, member.signature):
-                raise refused("peers", f"Keys of client {member.number} are not signed by the peer of this number.")
-    except (ConfigError, MessageError, ValueError) as error:
-        raise refused("peers", f"peers must have the public key of every client of a sum. {error}") from error
 
 
 def _shared(site: Site, part: Part, roster: Roster) -> Part:
@@ -231,18 +188,6 @@ def unmask(site: Site, content: RecordDict) -> RecordDict:
     held = {site.number: part.own} | {int(number): pair for number, pair in part.held.items()}
     given = [held[number][0] for number in alive] + [held[number][1] for number in dead]
     return _answer({"of": [*alive, *dead], "shares": [bytes.fromhex(share) for share in given]})
-
-
-def _read_roster(content: RecordDict) -> Roster:
-    asked = read_config(content, "sum")
-    numbers, weights = listed(asked, "numbers", int, MOST_MEMBERS), listed(asked, "weights", float, MOST_MEMBERS)
-    points = (listed(asked, key, bytes, MOST_MEMBERS) for key in ("mask-keys", "share-keys", "signatures"))
-    try:
-        members = tuple(Member(*values) for values in zip(numbers, *points, weights, strict=True))
-    except ValueError as error:
-        raise MessageError("A roster must have keys and weights of all its clients, got other numbers.") from error
-    number, attempt = whole(asked, "round", 1, 10**9), whole(asked, "attempt", 1, MOST_ATTEMPTS)
-    return Roster(number, attempt, whole(asked, "threshold", 1, MOST_MEMBERS), members)
 
 
 def _current(site: Site, content: RecordDict) -> Part:
