@@ -101,6 +101,9 @@ def test_the_fingerprint_knows_what_matters(tmp_path):
     assert len({base, *others}) == 7
     moved = replace(seen, public={"guard": torch.ones(2)})
     assert fingerprint(moved, 1) != base
+    auxiliary = [replace(seen, script=replace(seen.script, aux=batch(8, number))) for number in (3, 4)]
+    sizes = [watched(images=2), replace(seen, clients=2)]
+    assert len({base, *(fingerprint(other, 1) for other in (*auxiliary, *sizes))}) == 5
 
 
 def test_too_few_or_misshapen_public_images_are_named():

@@ -129,8 +129,12 @@ def fingerprint(seen: Observation, *settings: object) -> str:
     known = seen.knows(Knowledge.DEFENCE)
     spec = seen.defence.spec if known else ""
     round_played = repr((script.protocol, script.num_clients) if script else None)
-    facts = [version("gradveil"), spec, repr(settings), round_played, repr(seen.network)]
+    sizes = repr((seen.num_examples, seen.clients, seen.num_classes))
+    facts = [version("gradveil"), spec, repr(settings), round_played, sizes, repr(seen.network)]
     broadcast = seen.public if known else {}  # only the defence looks at it
     tensors = {**seen.network.state_dict(), **{f"public {name}": tensor for name, tensor in broadcast.items()}}
-    images = {field.name: getattr(seen.public_data, field.name) for field in fields(Batch)}
+    held = {"": seen.public_data, **({"aux ": script.aux} if script and script.aux is not None else {})}
+    images = {
+        f"{owner}{field.name}": getattr(batch, field.name) for owner, batch in held.items() for field in fields(Batch)
+    }
     return digest_of(facts, own_files(spec), {**tensors, **images})
