@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -146,6 +147,17 @@ def load_own(reference: str) -> Any:  # noqa: ANN401 - whatever the user's file 
         wrong = f"{path_text!r} defines no {attribute!r}."
         raise UnknownNameError("name", attribute, _defined(module), wrong=wrong, lead="It defines")
     return getattr(module, attribute)
+
+
+def told_error(error: BaseException) -> str:
+    """Return an error in one line: its class, the first line of its text, and the user's own line that led to it."""
+    first = (str(error).splitlines() or [""])[0]
+    places = [
+        f" ({Path(frame.f_code.co_filename).name}, line {line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(OWN)
+    ]
+    return f"{type(error).__name__}: {first}{places[-1] if places else ''}"
 
 
 def _defined(module: ModuleType) -> list[str]:

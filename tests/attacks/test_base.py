@@ -8,6 +8,7 @@ import torch
 from gradveil.attacks import build_attack
 from gradveil.attacks.gs import Gs
 from gradveil.attacks.idlg import Idlg
+from gradveil.attacks.labels import Labels
 from gradveil.defences import Countermove, build_defence
 from gradveil.errors import ConfigError, ThreatModelError
 from gradveil.federated.protocol import Protocol
@@ -34,6 +35,19 @@ def test_an_update_without_information_is_reported_and_the_others_are_attacked()
     assert not result.converged[:2].any()
     assert (result.labels[:2] == -1).all()
     assert psnr(truth[2], result.images[2]).min() > 30
+
+
+@pytest.mark.parametrize("granted", [("num-examples",), ()])
+def test_an_attack_does_not_run_on_updates_that_hold_nothing(granted, monkeypatch):
+    _, _, seen = scene(targets=2, size=3, grants=granted)
+    spoiled = {name: torch.full_like(tensor, torch.nan) for name, tensor in seen.updates.items()}
+    monkeypatch.setattr(Labels, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(Labels, "needs", frozenset())
+    result = run(Labels(), replace(seen, updates=spoiled))
+    assert result.why == ("update holds NaN or infinity: nothing to match",) * 2
+    assert result.images.shape[:2] == result.labels.shape == (2, 3 if granted else 1)
+    assert result.images.isnan().all()
+    assert not result.converged.any()
 
 
 def test_of_several_rounds_the_least_loss_is_kept_for_each_client():

@@ -245,7 +245,7 @@ def test_batches_beyond_a_search_meet_the_closed_forms(monkeypatch):
     played = canned(monkeypatch, lambda way: 0.5, converged=False)
     found = Standard().run(seen, rng())
     assert [way.spec for way, _ in played] == ["cpa"]  # too many images for spear
-    assert "a closed form; a search can search at most 128 images per update, got 130" in found.why[0]
+    assert "a closed form; gradient matching can search at most 128 images per update, got 130" in found.why[0]
     smooth, _ = watched(model="mlp:hidden=400,activation=tanh", images=130)
     played.clear()
     SMALL.run(smooth, rng())
@@ -263,7 +263,9 @@ def test_spear_tries_smaller_batches_that_cpa_did_not_rebuild(monkeypatch):
 def test_batches_beyond_a_search_and_closed_forms_have_a_picture_per_class():
     seen, truth = watched(images=130)
     found = SMALL(seen, rng())
-    assert "chosen: representations; a search can search at most 128 images per update, got 130" in found.why[0]
+    assert (
+        "chosen: representations; gradient matching can search at most 128 images per update, got 130" in found.why[0]
+    )
     assert "closed forms do not fit" in found.why[0]
     assert found.images.shape == truth.shape
     assert found.images.flatten(2).isfinite().all(2).sum(1).tolist() == [3, 3]  # classes

@@ -108,8 +108,25 @@ def test_a_piece_that_cannot_be_tried_is_not_estimated(small, monkeypatch):
     found, whole = found_by(small(), iter(range(10**6)).__next__)
     piece = next(piece for kind, piece in found.items() if kind[0] == "privacy")
     assert piece.seconds is None
-    assert "not estimated" in piece.text()
+    assert piece.text().endswith("not estimated, since a trial failed: ZeroDivisionError: division by zero")
     assert whole.lines()[0].startswith("Estimate: at least about")
+    assert whole.lines(every=False)[1:] == [f"  {piece.text()}"]  # also of a short audit
+    assert "division by zero" in str(whole.document())
+
+
+def test_a_broken_defence_of_ones_own_is_named_with_its_line_before_any_work_and_in_its_rows(small, tmp_path):
+    path = tmp_path / "mine.py"
+    lines = [
+        "from dataclasses import dataclass", "from gradveil.defences import Defence", "@dataclass(frozen=True)",
+        "class Mine(Defence):", "    def on_update(self, update, client):", "        return update.nothing", "",
+    ]  # fmt: skip
+    path.write_text("\n".join(lines))
+    settings = small(defences=f"{path}:Mine", attacks="labels")
+    told = "AttributeError: 'Update' object has no attribute 'nothing' (mine.py, line 6)"
+    _, whole = found_by(settings, iter(range(10**6)).__next__)
+    assert any(told in line for line in whole.lines(every=False))
+    rows = audit(settings, tmp_path / "run", workers=0).rows
+    assert {row["why"] for row in rows if row["defence"] != "none" and row["kind"] == "utility"} == {told}
 
 
 def test_workers_share_the_cells_in_the_order_of_the_pool():

@@ -77,7 +77,7 @@ def trained(**changes):
 def spec(**changes):
     stated = {"shape": (1, 28, 28), "num_classes": 10, "kind": "change", "lr": 0.1, "num_examples": 1} | changes
     name = stated.pop("model", "plain")
-    labels = tuple(digits(stated["num_examples"])[1].tolist())
+    labels = tuple(digits(stated["num_examples"] or 1)[1].tolist())
     return UpdateSpec(adopt(f"diagnosed-{name}", MODELS[name]), **{"labels": labels} | stated)
 
 
@@ -143,6 +143,10 @@ BROKEN = {
     "label smoothing": ("label smoothing", {"smoothing": 0.2}, {}),
     "wrong weights": ("wrong weights", {"other": True}, {}),
     "pruned": ("pruned", {"after": keep_largest(0.1)}, {}),
+    "several images, pruned": ("pruned", {"count": 8, "after": keep_largest(0.1)}, {"num_examples": 8}),
+    "several images, dense, pruned": (
+        "pruned", {"model": "dense", "count": 8, "after": keep_largest(0.1)}, {"num_examples": 8},
+    ),
     "quantised to 8 bits": ("quantised", {"after": rounded}, {}),
     "half precision": ("quantised", {"after": halved}, {}),
     "clipped": ("clipped", {"clip": 0.5}, {}),
@@ -164,6 +168,8 @@ HEALTHY = {
     "dense": ({"model": "dense"}, {}),
     "normalised as stated": ({"model": "dense", "normalise": (0.1307, 0.3081)}, {"normalise": "0.1307/0.3081"}),
     "several images": ({"count": 4}, {"num_examples": 4}),
+    "several images, dense": ({"model": "dense", "count": 8}, {"num_examples": 8}),
+    "several images, dense, not stated": ({"model": "dense", "count": 8}, {"num_examples": None, "labels": None}),
     "several steps": ({**FOUR, "lr": 0.01}, {"lr": 0.01, **STEPS}),
     "Adam as stated": ({"optimiser": torch.optim.Adam, "lr": 1e-3}, {"lr": 1e-3, "optimiser": "adam"}),
     "weight decay as stated": ({"options": {"weight_decay": 0.05}}, {"weight_decay": 0.05}),

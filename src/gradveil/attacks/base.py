@@ -196,9 +196,12 @@ class Attack(AnyAttack):
     def _guarded(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Run the attack, and discard guesses for updates that carry no information.
 
-        A target whose update is zero, or holds NaN or infinity, gets NaN images and the reason in ``why``.
+        A target whose update is zero, or holds NaN or infinity, gets NaN images and the reason in ``why``. If all
+        targets are such, the attack does not run.
         """
         reasons = diagnose(seen)
+        if all(reasons):
+            return _no_guesses(seen, reasons)
         device = next(iter(seen.updates.values())).device
         usable = torch.tensor([not reason for reason in reasons], device=device)
         cleaned = {name: torch.where(_rows(usable, t), t, torch.zeros_like(t)) for name, t in seen.updates.items()}
@@ -268,6 +271,19 @@ def diagnose(seen: Observation) -> list[str]:
         else ""
         for is_finite, is_nonzero in zip(finite.tolist(), nonzero.tolist(), strict=True)
     ]
+
+
+def _no_guesses(seen: Observation, reasons: Sequence[str]) -> Reconstruction:
+    """Return no guess for any target, with the reasons."""
+    like, count = next(iter(seen.updates.values())), seen.num_targets
+    images = seen.num_examples if seen.knows(Knowledge.NUM_EXAMPLES) else 1
+    return Reconstruction(
+        images=like.new_full((count, images, *seen.shape), torch.nan),
+        labels=torch.full((count, images), -1, device=like.device),
+        loss=like.new_full((count,), torch.nan),
+        converged=torch.zeros(count, dtype=torch.bool, device=like.device),
+        why=tuple(reasons),
+    )
 
 
 def _build_stage(spec: str) -> Stage:

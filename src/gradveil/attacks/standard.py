@@ -126,16 +126,16 @@ class Standard(Attack):
     ) -> Reconstruction:
         """Return what is found of updates that are too large to search: by closed forms, else one picture per class."""
         if exact is not None:
-            return _noted(exact, f"chosen: a closed form; a search {reason}")
+            return _noted(exact, f"chosen: a closed form; gradient matching {reason}")
         unfit = Cpa().unfit(seen.network, seen.shape, seen.num_examples)
         if not seen.single_step:
             unfit = "they need the gradient of a single step"
         name = "representations" if unfit else "cpa"
-        note = f"chosen: {name}; a search {reason}" + (f"; closed forms do not fit: {unfit}" if unfit else "")
+        note = f"chosen: {name}; gradient matching {reason}" + (f"; closed forms do not fit: {unfit}" if unfit else "")
         try:
             found = Way(f"{name}:iterations={self.work.iterations}", knowing=False)(seen, again(state))
         except ConfigError as error:  # no Linear layer at the end of the network
-            return nothing(seen, seen.num_examples, f"nothing fits: a search {reason}; {unfit} {error}")
+            return nothing(seen, seen.num_examples, f"nothing fits: gradient matching {reason}; {unfit} {error}")
         return _noted(found, note)
 
     def _closed_form(self, seen: Observation, rng: torch.Generator) -> Reconstruction | None:

@@ -33,6 +33,7 @@ from gradveil.errors import ConfigError, GradveilError
 from gradveil.federated.client import check_trainable
 from gradveil.federated.flat import FlatModel
 from gradveil.federated.protocol import Protocol
+from gradveil.own import told_error
 from gradveil.scratch import scratch_in
 from gradveil.threat import Knowledge, ThreatModel
 
@@ -58,8 +59,7 @@ def run_cell(
     except GradveilError as error:
         return failed_rows(cell, f"{type(error).__name__}: {error}", settings), {}
     except Exception as error:  # a user's own component, or torch out of memory: the other cells still run
-        first = (str(error).splitlines() or [""])[0]
-        return failed_rows(cell, f"{type(error).__name__}: {first}", settings), {}
+        return failed_rows(cell, told_error(error), settings), {}
 
 
 def check(settings: AuditSettings, dataset: Dataset, root: Path | None = None) -> None:

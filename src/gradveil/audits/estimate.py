@@ -13,6 +13,7 @@ from gradveil.audits.plan import Cell
 from gradveil.audits.settings import AuditSettings
 from gradveil.data import Dataset
 from gradveil.defences import build_defence
+from gradveil.own import told_error
 from gradveil.registry import Component, parse_spec
 
 BUDGET = 10.0
@@ -41,12 +42,14 @@ class Piece:
         cells: their number.
         seconds: of one cell; None if it could not be tried.
         kind: what they have in common.
+        why: why it could not be tried, or "".
     """
 
     title: str
     cells: int
     seconds: float | None
     kind: Kind
+    why: str = ""
 
     @property
     def total(self) -> float:
@@ -61,7 +64,9 @@ class Piece:
             'gs on none: 3 x 61 s'
         """
         times = f"{self.cells} x " * (self.cells > 1)
-        return f"{self.title}: {'not estimated' if self.seconds is None else times + duration(self.seconds)}"
+        if self.seconds is None:
+            return f"{self.title}: not estimated, since a trial failed: {self.why}"
+        return f"{self.title}: {times}{duration(self.seconds)}"
 
 
 @dataclass(frozen=True)
@@ -86,18 +91,20 @@ class Estimate:
         return self.seconds > LONG
 
     def lines(self, *, every: bool = True) -> list[str]:
-        """Return the estimate in words: the whole, and its pieces if ``every`` or if it is long."""
+        """Return the estimate in words: the whole, and its pieces if ``every`` or if it is long; failed ones always."""
         on = f"{self.workers} workers" if self.workers > 1 else "one process"
         unknown = any(piece.seconds is None for piece in self.pieces)
         whole = f"Estimate: {'at least ' * unknown}about {duration(self.seconds)} on {on}."
-        if not every and not self.is_long:
-            return [whole]
-        told = [whole, *(f"  {piece.text()}" for piece in self.pieces)]
+        shown = [piece for piece in self.pieces if every or self.is_long or piece.seconds is None]
+        told = [whole, *(f"  {piece.text()}" for piece in shown)]
         return [*told, f"To lower it: {'; '.join(self.advice)}."] if self.is_long and self.advice else told
 
     def document(self) -> dict[str, object]:
         """Return the estimate as JSON values."""
-        pieces = [{"what": p.title, "cells": p.cells, "seconds_per_cell": p.seconds} for p in self.pieces]
+        pieces = [
+            {"what": p.title, "cells": p.cells, "seconds_per_cell": p.seconds} | ({"why": p.why} if p.why else {})
+            for p in self.pieces
+        ]
         return {"seconds": self.seconds, "workers": self.workers, "pieces": pieces, "to_lower": list(self.advice)}
 
 
@@ -122,14 +129,17 @@ def estimate(
     for cell in cells:
         kinds.setdefault((cell.kind, cell.defence, cell.attack, cell.adaptive), []).append(cell)
     started, pilot = clock(), Pilot(settings, dataset, root, LIMIT, clock)
-    seconds: dict[Kind, float | None] = {}
+    seconds, failed = dict[Kind, float | None](), dict[Kind, str]()
     for kind, own in sorted(kinds.items(), key=lambda item: item[0][0] != "utility"):
         like = _borrowed(kind, seconds)
         so_far = sum((seconds[known] or 0.0) * len(kinds[known]) for known in seconds)
         spent = clock() - started > min(budget, max(1.0, SHARE * so_far))
         short = like is not None and like < SHORT and not own[0].adaptive
-        seconds[kind] = like if like is not None and (spent or short) else _tried(pilot, own[0])
-    pieces = [Piece(_title(own[0]), len(own), seconds[kind], kind) for kind, own in kinds.items()]
+        if like is not None and (spent or short):
+            seconds[kind] = like
+        else:
+            seconds[kind], failed[kind] = _tried(pilot, own[0])
+    pieces = [Piece(_title(own[0]), len(own), seconds[kind], kind, failed.get(kind, "")) for kind, own in kinds.items()]
     pieces.sort(key=lambda piece: -piece.total)
     each = {cell.name: seconds[kind] or 0.0 for kind, own in kinds.items() for cell in own}
     return Estimate(tuple(pieces), makespan(cells, each, workers), workers, _advice(settings, pieces))
@@ -140,12 +150,12 @@ def _title(cell: Cell) -> str:
     return dataclasses.replace(cell, needs="").title
 
 
-def _tried(pilot: Pilot, cell: Cell) -> float | None:
-    """Return the seconds of a cell, or None if the trial failed: then so may the cell, which says why."""
+def _tried(pilot: Pilot, cell: Cell) -> tuple[float | None, str]:
+    """Return the seconds of a cell; if the trial failed, None and why: then so may the cell."""
     try:
-        return pilot.cell(cell)
-    except Exception:  # a user's own component may raise anything
-        return None
+        return pilot.cell(cell), ""
+    except Exception as error:  # a user's own component may raise anything
+        return None, told_error(error)
 
 
 def _borrowed(kind: Kind, known: Mapping[Kind, float | None]) -> float | None:

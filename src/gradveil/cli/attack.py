@@ -75,7 +75,7 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
     labels = "known labels" if "labels" in rows[0]["knows"] else "guessed labels"
     chosen = [metric_column(build_metric(name)) for name in scoring.metrics] if metrics != STANDARD else []
     shown = [column.key for column in chosen] or ["psnr"]
-    heads = ("target", labels, "attacker's loss", "converged", *shown, "why")
+    heads = ("target", labels, "attacker's loss", "converged", *shown)
     table = Table(*heads, title=attack, title_justify="left")
     for row in rows:
         table.add_row(
@@ -84,9 +84,11 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
             figure(row["attacker_loss"]),
             "yes" if row["converged"] else "attack did not converge",
             *(figure(row[key]) for key in shown),
-            row["why"],
         )
     show(table)
+    for why in dict.fromkeys(filter(None, (row["why"] for row in rows))):
+        targets = [str(row["target"]) for row in rows if row["why"] == why]
+        say(f"Target{'s' * (len(targets) > 1)} {', '.join(targets)}: {why}")
     for note in dict.fromkeys(note for row in rows for note in row["unmeasured"]):
         say(f"Not measured: {note}", err=True)
     say(f"Look at them: {out / 'images'}")
@@ -94,11 +96,13 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
 
 
 def shortened(labels: Sequence[int], most: int = 12) -> str:
-    """Return labels for a table: only the first of many.
+    """Return labels for a table: only the first of many, a question mark for each that was not guessed (-1).
 
     Example:
-        >>> shortened(range(100), most=3)
-        '0 1 2 ... (100)'
+        >>> shortened(range(100), most=3), shortened([4, -1]), shortened([-1] * 8)
+        ('0 1 2 ... (100)', '4 ?', 'none')
     """
-    shown = " ".join(map(str, labels[:most]))
+    if all(label < 0 for label in labels):
+        return "none"
+    shown = " ".join("?" if label < 0 else str(label) for label in labels[:most])
     return shown if len(labels) <= most else f"{shown} ... ({len(labels):,})"

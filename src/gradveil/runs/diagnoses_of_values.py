@@ -101,9 +101,15 @@ def weight_decay(case: Case) -> Diagnosis | None:
 
 
 def pruned(case: Case) -> Diagnosis | None:
-    """Find zeros that are scattered, not in whole rows or columns as those of dead units are."""
+    """Find zeros that are scattered, not in whole rows or columns as those of dead units are.
+
+    Several images leave scattered zeros too, where no image has both the row and the column on (ReLU, dark pixels); not
+    in the last layer, all of whose rows every image has on.
+    """
     large = [name for name, t in case.gradient.items() if t.dim() > 1 and t.numel() >= 64]
     tables = [name for name in large if case.gradient[name].dim() == 2] or large  # dark images leave convolutions zeros
+    if case.spec.num_examples != 1 or case.steps > 1:
+        tables = [name for name in tables if name == f"{case.head}.weight"]
     whole = sum(case.gradient[name].numel() for name in tables)
     share = sum(scattered_zeros(t) * t.numel() for t in map(case.gradient.__getitem__, tables)) / max(whole, 1)
     if share < 0.05:
