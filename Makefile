@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --doctest-modules src tests
 export GRADVEIL_OFFLINE ?= 1
 
-.PHONY: demo test quick check results bench clean
+.PHONY: demo test quick check docs results bench clean
 
 demo: .venv/installed  ## audit six defences on real digits, and print the paths of two pages
 	@rm -rf runs/demo runs/demo-veil
@@ -29,6 +29,10 @@ check: .venv/installed
 results: .venv/installed  ## write docs/results/ from results/
 	$(BIN)/python -m gradveil.reproduce.pages
 
+docs: .venv/installed  ## the documentation as a site that works offline, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Look at it: $(CURDIR)/build/site/index.html"
+
 bench: .venv-bench/installed  ## speed compared with a plain loop, Flower and breaching, and of Soteria and DCS2 compared with one image at a time, and of list and describe
 	.venv-bench/bin/python benchmarks/simulation.py
 	.venv-bench/bin/python benchmarks/attacks.py --grow
@@ -38,7 +42,7 @@ bench: .venv-bench/installed  ## speed compared with a plain loop, Flower and br
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 .venv-bench/installed: pyproject.toml constraints.txt  # its own environment: Flower and breaching pin many versions

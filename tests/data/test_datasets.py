@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import os
 import pickle
 import struct
@@ -162,7 +163,30 @@ class TestMnist:
         assert made.name == name
         torch.from_numpy(made.train.images)
         statuses = {finding.status for finding in verify(build(NamedSet, name), tmp_path)}
-        assert statuses == ({"corrupt"} if zipped else {"unchecked"})
+        assert statuses == {"corrupt"}
+
+    @pytest.mark.parametrize("level", [1, 9, None])
+    def test_what_counts_is_what_a_file_holds_not_how_it_is_packed(self, tmp_path, rng, monkeypatch, level):
+        images = rng.integers(0, 256, (5, 28, 28), np.uint8)
+        digests = []
+        for part in ("train", "t10k"):
+            for end, array in (("images-idx3", images), ("labels-idx1", np.arange(5, dtype=np.uint8))):
+                path = tmp_path / f"FashionMNIST/raw/{part}-{end}-ubyte"
+                write_idx(path, array, zipped=False)
+                digests.append(hashlib.md5(path.read_bytes()).hexdigest())  # noqa: S324 - as published
+                if level is not None:
+                    path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes(), level, mtime=level))
+                    path.unlink()
+        named = build(NamedSet, "fashion-mnist")
+        monkeypatch.setattr(type(named), "contents", tuple(digests))
+        findings = verify(named, tmp_path)
+        assert {finding.status for finding in findings} == {"ok"}
+        assert all(("packed differently" in finding.detail) == (level is not None) for finding in findings)
+        first = findings[0].file
+        changed = images.copy()
+        changed[3, 4, 5] ^= 1
+        write_idx(first, changed, zipped=level is not None)
+        assert [finding.status for finding in verify(named, tmp_path)] == ["corrupt", "ok", "ok", "ok"]
 
     def test_labels_beyond_nine(self, tmp_path):
         for part in ("train", "t10k"):
@@ -451,6 +475,13 @@ class TestReal:
         assert scaled.mean() == pytest.approx(made.mean[0], abs=1e-4)
         assert scaled.std() == pytest.approx(made.std[0], abs=1e-4)
         assert {finding.status for finding in verify(build(NamedSet, "mnist"), real_root)} == {"ok"}
+
+    def test_real_mnist_packed_anew(self, real_root, tmp_path):
+        (tmp_path / "MNIST/raw").mkdir(parents=True)
+        for path in (real_root / "MNIST/raw").glob("*.gz"):
+            with gzip.open(path) as file:
+                (tmp_path / "MNIST/raw" / path.name).write_bytes(gzip.compress(file.read(), 1))
+        assert {finding.status for finding in verify(build(NamedSet, "mnist"), tmp_path)} == {"ok"}
 
     def test_mnist_5k_is_the_first_500_of_each_digit(self, real_root, tmp_path):
         whole = load_dataset("mnist", real_root).train

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed during the run, 2 bad usage or bad input, 3 what wa
 heavy is imported here: each command imports what it needs when it runs.
 """
 
+import os
 import sys
 
 import typer
@@ -12,9 +13,12 @@ import typer
 from gradveil.cli.attack import attack_command
 from gradveil.cli.check import check_command
 from gradveil.cli.compare import compare_command
+from gradveil.cli.completion import COMPLETING, answer_bash
 from gradveil.cli.data import data_app
 from gradveil.cli.diagnose import diagnose_command
+from gradveil.cli.doctor import doctor_command
 from gradveil.cli.generator import train_generator_command
+from gradveil.cli.init import init_command
 from gradveil.cli.ledger import ledger_command
 from gradveil.cli.lint import lint_command
 from gradveil.cli.lists import describe, list_components
@@ -26,13 +30,14 @@ from gradveil.errors import ConfigError, GradveilError, TrainingError, UnknownNa
 from gradveil.interrupts import ending_with, stopping_on_ctrl_c
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train federated models, see what their shared updates leak, and stop it.",
 )
 app.command("list")(list_components)
 app.command("describe")(describe)
+app.command("doctor")(doctor_command)
+app.command("init")(init_command)
 app.command("train")(with_options(train_command, "gradveil.config:TrainSettings"))
 app.command("attack")(attack_command)
 app.command("check")(check_command)
@@ -58,6 +63,9 @@ AGAIN = {"reproduce": "run it again", "recommend": "run it again"} | dict.fromke
 
 def main() -> None:
     """Run the command line; errors that gradveil raises on purpose become one line and an exit code."""
+    if os.environ.get(COMPLETING) == "complete_bash":
+        answer_bash(app)
+        return
     with ending_with(_saved), stopping_on_ctrl_c():
         try:
             with ending_with(_saved):  # errors after Ctrl-C are not shown

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gradveil.cli.completion import completion_of
 from gradveil.cli.display import Json, bar, figure, print_json, say, show
 from gradveil.cli.gate import FailOn, close
 from gradveil.cli.options import Device, Seed, TrustCode
@@ -24,13 +25,23 @@ def attack_command(  # noqa: PLR0913 - its arguments are the options of the comm
         list[Path], typer.Option(help="Update of a client, tensors by name (safetensors or .npz); may be repeated.")
     ],
     spec: Annotated[Path, typer.Option(help="TOML file with model, shape, num_classes, kind, and other known facts.")],
-    attack: Annotated[str, typer.Option(help="An attack with its settings, name:key=value (gradveil list attacks).")],
+    attack: Annotated[
+        str,
+        typer.Option(
+            help="An attack with its settings, name:key=value (gradveil list attacks).",
+            autocompletion=completion_of("attacks"),
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")],
     seed: Seed = 0,
     device: Device = "cpu",
     truth: Annotated[Path | None, typer.Option(help="The private images (.npz with `images`), for scores.")] = None,
     metrics: Annotated[
-        str, typer.Option(help="Metrics, a list (gradveil list metrics), or your own file.py:Class.")
+        str,
+        typer.Option(
+            help="Metrics, a list (gradveil list metrics), or your own file.py:Class.",
+            autocompletion=completion_of("metrics"),
+        ),
     ] = STANDARD,
     fail_on: FailOn = None,
     trust_code: TrustCode = False,

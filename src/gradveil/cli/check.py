@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gradveil.cli.completion import completion_of
 from gradveil.cli.display import DataRoot, Json, bar, print_json, say
 from gradveil.cli.gate import FailOn, close
 from gradveil.cli.options import Device, Seed, Workers
@@ -16,11 +17,22 @@ AUDITED = ("attacks", "targets", "images", "rounds", "clients", "lr", "batch_nor
 
 
 def check_command(  # noqa: PLR0913 - one parameter per option of the command line
-    model: Annotated[str, typer.Argument(help="A model of the zoo or your own file.py:factory.")],
-    dataset: Annotated[str, typer.Option(help="A named set, a .npz file or a folder of pictures.")],
-    defence: Annotated[str, typer.Option(help="A defence with its settings, name:key=value.")] = "none",
+    model: Annotated[
+        str,
+        typer.Argument(help="A model of the zoo or your own file.py:factory.", autocompletion=completion_of("model")),
+    ],
+    dataset: Annotated[
+        str,
+        typer.Option(help="A named set, a .npz file or a folder of pictures.", autocompletion=completion_of("dataset")),
+    ],
+    defence: Annotated[
+        str, typer.Option(help="A defence with its settings, name:key=value.", autocompletion=completion_of("defence"))
+    ] = "none",
     protocol: Annotated[str, typer.Option(help="lab (single gradients) or fedavg (local training).")] = "lab",
-    attacks: Annotated[str | None, typer.Option(help="Attacks, a list (gradveil list attacks).")] = None,
+    attacks: Annotated[
+        str | None,
+        typer.Option(help="Attacks, a list (gradveil list attacks).", autocompletion=completion_of("attacks")),
+    ] = None,
     targets: Annotated[int | None, typer.Option(help="Attacked clients per tapped round.")] = None,
     images: Annotated[int | None, typer.Option(help="Images behind each update, with --protocol lab.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of training; first and last are attacked.")] = None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from gradveil.catalogue import FOLDERS, catalogue
+from gradveil.cli.completion import complete_kind, complete_name
 from gradveil.cli.display import Json, print_json, say, show
 from gradveil.errors import ConfigError, UnknownNameError
 from gradveil.registry import find, load_own, parse_spec
@@ -14,7 +15,9 @@ from gradveil.source import NO_DEFAULT, Unclear
 
 
 def list_components(
-    kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(FOLDERS)}. By default all kinds.")] = "",
+    kind: Annotated[
+        str, typer.Argument(help=f"One of: {', '.join(FOLDERS)}. By default all kinds.", autocompletion=complete_kind)
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """List the components of a kind with one line about each."""
@@ -36,7 +39,10 @@ def list_components(
 
 
 def describe(
-    name: Annotated[str, typer.Argument(help="A component: its name, or your own as file.py:Class.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A component: its name, or your own as file.py:Class.", autocompletion=complete_name),
+    ],
     as_json: Json = False,
 ) -> None:
     """Show a component's documentation, its settings with their defaults, and the numbers that a defence reports."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gradveil.cli.completion import completion_of
 from gradveil.cli.display import DataRoot, Json
 from gradveil.cli.gate import FailOn
 from gradveil.source import ClassSource, Field, Unclear
@@ -78,6 +79,7 @@ def _option(field: Field) -> inspect.Parameter:
         f"{option}/--no-{option[2:]}" if flag else option,
         help=f"{field.help} (default: {_default(field.default)})",
         metavar=None if flag else _metavar(field.default),
+        autocompletion=completion_of(field.name),
     )
     annotation = Annotated[kind | None, declared]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

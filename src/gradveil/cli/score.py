@@ -7,13 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
+from gradveil.cli.completion import completion_of
 from gradveil.cli.display import DataRoot, Json, bar, figure, print_json, show
 
 
 def score_command(  # noqa: PLR0913 - its arguments are the options of the command
-    dataset: Annotated[str, typer.Option(help="A named set, a .npz file or a folder of pictures.")] = "mnist-5k",
-    model: Annotated[str, typer.Option(help="A model of the zoo or your own file.py:factory.")] = "lenet-dlg",
-    defences: Annotated[str, typer.Option(help="Defences, a list a,b:key=value; a+b chains two.")] = "none",
+    dataset: Annotated[
+        str,
+        typer.Option(help="A named set, a .npz file or a folder of pictures.", autocompletion=completion_of("dataset")),
+    ] = "mnist-5k",
+    model: Annotated[
+        str, typer.Option(help="A model of the zoo or your own file.py:factory.", autocompletion=completion_of("model"))
+    ] = "lenet-dlg",
+    defences: Annotated[
+        str,
+        typer.Option(help="Defences, a list a,b:key=value; a+b chains two.", autocompletion=completion_of("defences")),
+    ] = "none",
     targets: Annotated[int, typer.Option(help="Number of updates to score; with --aggregation secure it is 1.")] = 4,
     images: Annotated[int, typer.Option(help="Images behind each client's update.")] = 1,
     aggregation: Annotated[

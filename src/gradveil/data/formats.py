@@ -5,6 +5,7 @@ Users' own data are read by `gradveil.data.own`.
 """
 
 import gzip
+import hashlib
 import io
 import math
 import struct
@@ -52,6 +53,13 @@ def _unzipped(path: Path, packed: bytes, start: int) -> bytes:
             return head + file.read(promised + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise _broken(path, "an intact gzip file", str(error)) from error
+
+
+def idx_md5(path: Path, num_dimensions: int) -> str:
+    """Return the md5 of an idx file's unzipped bytes, however it is packed; it detects accidents, not forgery."""
+    array = read_idx(path, num_dimensions)
+    header = struct.pack(f">I{num_dimensions}I", 0x800 + num_dimensions, *array.shape)
+    return hashlib.md5(header + array.tobytes(), usedforsecurity=False).hexdigest()
 
 
 def read_idx_pair(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.ndarray]:

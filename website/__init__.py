@@ -1,0 +1,1 @@
+"""What turns docs/, the docstrings and the command line into the documentation site: `make docs`."""
