@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from gradveil.data import Split
 from gradveil.defences import build_defence
 from gradveil.engines.simulation import Simulation
+from gradveil.metrics.ssim import gaussian_window
 from gradveil.reproduce import dcs2, dcs2_training, papers
 from gradveil.reproduce.base import Lab, run_experiment
-from gradveil.reproduce.dcs2_attacks import attack_case, class_averages, make_case, scores
+from gradveil.reproduce.dcs2_attacks import attack_case, authors_scores, class_averages, make_case, scores
 from gradveil.reproduce.dcs2_training import (
     DEFENDED,
     TASKS,
@@ -244,3 +245,37 @@ def test_table_4_at_scale_smoke(tmp_path):
     none, plain, knowing, joint = rows
     assert none["psnr"] > plain["psnr"]
     assert (knowing["attacker"], joint["attacker"]) == ("knows it", "searches both")
+
+
+def test_the_authors_ssim_counts_windows_that_reach_beyond_the_image():
+    rng = torch.Generator().manual_seed(0)
+    truth, guess = torch.rand(2, 3, 1, 14, 12, generator=rng).double()
+    weights = gaussian_window(11)
+    window = weights[:, None] * weights
+
+    def mean(image, row, column):
+        """By hand: pixels outside of the image are 0."""
+        total = 0.0
+        for down in range(11):
+            for right in range(11):
+                y, x = row + down - 5, column + right - 5
+                if 0 <= y < 14 and 0 <= x < 12:
+                    total += float(window[down, right] * image[y, x])
+        return total
+
+    def slow(x, y):
+        found = []
+        for row in range(14):
+            for column in range(12):
+                a, b = mean(x, row, column), mean(y, row, column)
+                aa, bb, ab = (
+                    mean(x * x, row, column) - a * a,
+                    mean(y * y, row, column) - b * b,
+                    mean(x * y, row, column) - a * b,
+                )
+                found.append((2 * a * b + 1e-4) * (2 * ab + 9e-4) / ((a * a + b * b + 1e-4) * (aa + bb + 9e-4)))
+        return sum(found) / len(found)
+
+    by_hand = sum(slow(x[0], y[0]) for x, y in zip(truth, guess, strict=True)) / 3
+    found = authors_scores(truth, guess, None)
+    assert found["ssim_authors"] == pytest.approx(by_hand, rel=1e-3)

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from PIL import Image
 
 from gradveil.reproduce.provenance import source_digests
 from gradveil.reproduce.results import Record, keep, read_records, rows_over_seeds
@@ -36,13 +37,17 @@ def test_sources_are_kept_once_and_go_with_their_last_run(tmp_path):
 def test_pictures_are_those_of_the_first_seed_of_the_largest_scale(tmp_path):
     made = tmp_path / "made"
     made.mkdir()
-    for content, one in (("a", document(0, figures=["p"])), ("b", document(1, figures=["p"]))):
-        (made / "p.png").write_text(content)
+
+    def kept(brightness, one):
+        Image.new("L", (1600, 400), brightness).save(made / "p.png")
         keep(one, made, tmp_path)
-    assert (tmp_path / "soteria" / "fig3-p.png").read_text() == "a"
-    (made / "p.png").write_text("c")
-    keep(document(2, "small", figures=["p"]), made, tmp_path)
-    assert (tmp_path / "soteria" / "fig3-p.png").read_text() == "c"
+        with Image.open(tmp_path / "soteria" / "fig3-p.png") as picture:
+            assert picture.size == (800, 200)
+            return picture.convert("L").getpixel((0, 0))
+
+    assert kept(10, document(0, figures=["p"])) == 10
+    assert kept(20, document(1, figures=["p"])) == 10
+    assert kept(30, document(2, "small", figures=["p"])) == 30
 
 
 @pytest.mark.parametrize(

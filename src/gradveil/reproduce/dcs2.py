@@ -207,6 +207,8 @@ def _notes(lab: Lab) -> list[str]:
         "authors' code, and all its images are sensitive. Both are measured after the last round; the authors report "
         "the best round. In their code clients with noise or pruning never train, nor does Soteria's last layer; here "
         "all of them train.",
+        "`ssim_authors` and `lpips_authors` are the paper's metrics as its code computes them: windows of SSIM reach "
+        "beyond the image, where it is black, and LPIPS is fed pixels in [0, 1] in place of [-1, 1].",
         "`knows it`: the attacker knows the defence and plays its first countermove; against DCS2 it removes the "
         "concealed sample's share from the gradient wherever linear algebra allows it. `searches both`: the attacker "
         "searches the concealed sample, with an unknown soft label, together with the image. The paper has neither.",

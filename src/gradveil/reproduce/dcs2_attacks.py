@@ -7,13 +7,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gradveil.attacks import Scene, build_attack
 from gradveil.data.federated import federate
 from gradveil.data.pixels import to_batch
 from gradveil.defences import build_defence
 from gradveil.engines.simulation import chosen_normalisation
-from gradveil.metrics import score_targets
+from gradveil.metrics import MetricUnavailable, score_targets
+from gradveil.metrics.lpips_alex import LpipsAlex
+from gradveil.metrics.ssim import WINDOW, Ssim
 from gradveil.models import create_model
 from gradveil.randomness import stream
 from gradveil.reproduce.base import rounded
@@ -102,4 +105,20 @@ def scores(case: Dcs2Case, guess: Tensor, root: Path | None) -> dict[str, float 
         values = [value for row in figures if (value := row[name]) is not None]
         found[name] = rounded(statistics.fmean(values)) if values else None
         found[f"{name}_std"] = rounded(statistics.pstdev(values), 2) if values else None
-    return found
+    return found | authors_scores(case.truth[:, 0], guess[:, 0], root)
+
+
+def authors_scores(truth: Tensor, guess: Tensor, root: Path | None) -> dict[str, float | None]:
+    """Return the means of the authors' own metrics over images (N, C, H, W).
+
+    Their SSIM also counts windows that reach beyond the image, where it is black; their LPIPS is fed images in [0, 1],
+    though its network expects -1 to 1.
+    """
+    edge = [WINDOW // 2] * 4
+    padded = Ssim()(F.pad(truth, edge), F.pad(guess, edge))
+    lpips = LpipsAlex() if root is None else LpipsAlex(weights=str(root / "weights" / LpipsAlex.default_file))
+    try:
+        shifted = float(lpips((truth + 1) / 2, (guess.clamp(0, 1) + 1) / 2).nanmean())
+    except MetricUnavailable:
+        shifted = None
+    return {"ssim_authors": rounded(float(padded.nanmean())), "lpips_authors": rounded(shifted)}

@@ -51,8 +51,7 @@ def counted(verdicts: Sequence[Judged]) -> str:
 
 def _apart(verdicts: Sequence[Judged]) -> tuple[list[Judged], list[Judged]]:
     """Return the verdicts on the paper's claims, and on the same claims against attackers who know the defence."""
-    knowing = [one for one in verdicts if one.claim.attacker == KNOWING]
-    return [one for one in verdicts if one not in knowing], knowing
+    return [one for one in verdicts if not one.claim.ours], [one for one in verdicts if one.claim.ours]
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------

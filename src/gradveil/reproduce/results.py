@@ -1,17 +1,21 @@
 """Results as data: ``results/PAPER/EXPERIMENT.json`` holds all runs of one experiment, of any scale and seed."""
 
 import json
-import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from gradveil.reproduce.base import SCALES
 from gradveil.reproduce.claims import Run, at_largest_scale, mean_and_spread
 from gradveil.reproduce.provenance import as_one, source_digests
 from gradveil.storage import write_atomic
+
+MOST_PIXELS = 800
+"""The longer side of a kept picture."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,16 @@ def keep(document: Mapping[str, Any], made: Path, results: Path) -> Path:
     write_atomic(path, content.encode())
     if at_largest_scale(runs)[0]["seed"] == document["seed"] and runs[-1]["scale"] == document["scale"]:
         for figure in document["figures"]:
-            shutil.copyfile(made / f"{figure}.png", path.with_name(f"{path.stem}-{figure}.png"))
+            _small_copy(made / f"{figure}.png", path.with_name(f"{path.stem}-{figure}.png"))
     return path
+
+
+def _small_copy(source: Path, target: Path) -> None:
+    """Copy a picture with fewer pixels and colours, since it is kept with the sources."""
+    with Image.open(source) as picture:
+        drawn = picture.convert("RGB")
+    drawn.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    drawn.quantize(64).save(target, optimize=True)
 
 
 def rows_over_seeds(runs: Sequence[Run]) -> list[dict[str, Any]]:

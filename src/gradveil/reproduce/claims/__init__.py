@@ -49,6 +49,7 @@ class Claim:
         scale: the smallest scale that can decide it.
         seeds: the number of seeds that it needs.
         attacker: the attacker that it is about: `PLAIN`, as in the papers, `KNOWING`, or "" for none.
+        ours: whether the paper makes the claim against weaker attackers only.
         why: the reason why nothing measures it.
     """
 
@@ -64,6 +65,7 @@ class Claim:
     scale: str = "small"
     seeds: int = 1
     attacker: str = ""
+    ours: bool = False
     why: str = ""
 
     @property
@@ -116,7 +118,7 @@ def against_both(claim: Claim, told: Callable[[Mapping[str, Any]], bool]) -> tup
 
     return (
         replace(claim, measure=of(knowing=False), attacker=PLAIN),
-        replace(claim, id=f"{claim.id}-known", measure=of(knowing=True), attacker=KNOWING),
+        replace(claim, id=f"{claim.id}-known", measure=of(knowing=True), attacker=KNOWING, ours=True),
     )
 
 
@@ -189,7 +191,7 @@ def _fits(found: object, value: object) -> bool:
     return found == value or (isinstance(found, str) and isinstance(value, str) and found.startswith(f"{value}:"))
 
 
-def mean_of(rows: Rows, key: str, **wanted: Any) -> float:  # noqa: ANN401 - values of rows
+def mean_of(rows: Rows, key: str, /, **wanted: Any) -> float:  # noqa: ANN401 - values of rows
     """Return the mean of a column over the rows that have these values; raise `TooLittle` if it has none."""
     values = [row[key] for row in where(rows, **wanted) if row.get(key) is not None]
     if not values:
@@ -213,7 +215,7 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split("/")]
 
 
-def learned(rows: Rows, least: float, key: str = "accuracy", **wanted: Any) -> float:  # noqa: ANN401 - values of rows
+def learned(rows: Rows, least: float, key: str = "accuracy", /, **wanted: Any) -> float:  # noqa: ANN401 - values of rows
     """Return the accuracy without defence; raise `TooLittle` if it is below ``least``, for then nothing was learned."""
     found = mean_of(rows, key, **{"defence": "none", **wanted})
     if found < least:
