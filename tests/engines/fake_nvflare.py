@@ -20,6 +20,12 @@ class Shareable(dict):
     def get_return_code(self, default="OK"):
         return self["__headers__"].get("__rc__", default)
 
+    def get_header(self, key, default=None):
+        return self["__headers__"].get(key, default)
+
+    def set_header(self, key, value):
+        self["__headers__"][key] = value
+
 
 class DXO:
     def __init__(self, data_kind, data, meta=None):

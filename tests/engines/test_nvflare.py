@@ -7,7 +7,7 @@ from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.filter import FilterChainType, FilterContextKey
 from nvflare.apis.shareable import make_reply
 
-from gradveil.errors import ConfigError, DefenceError
+from gradveil.errors import ConfigError, DefenceError, RefusedError
 from gradveil.nvflare import Protect, Remember, Tap
 from gradveil.runs.update_spec import read_spec
 from gradveil.storage import load_tensors
@@ -129,6 +129,38 @@ def test_statistics_are_sent_only_if_asked():
     for choice, wanted in (("received", 0.0), ("send", 7.0)):
         sent = sent_by(Protect("prune", statistics=choice), dict(change), DataKind.WEIGHT_DIFF)
         assert float(sent.data["n.running_mean"][0]) == wanted
+
+
+def asked(protect, told, site="site-9"):
+    """Return what leaves a site that was asked for a round (counted from 0) by the server, and trained."""
+    task = DXO(DataKind.WEIGHTS, dict(START)).to_shareable()
+    if told is not None:
+        task.set_header("current_round", told)
+    Remember().process(task, FakeContext(site))
+    result = DXO(DataKind.WEIGHTS, trained({"a.bias": [1.0, 2.0]}), {"current_round": 77}).to_shareable()
+    return from_shareable(protect.process(result, FakeContext(site))).data
+
+
+def test_with_a_folder_each_round_is_answered_once(tmp_path):
+    protect = Protect("gaussian:std=0.1", str(tmp_path))
+    asked(protect, 0)
+    for again in (0, 0):
+        with pytest.raises(RefusedError, match="answered once"):
+            asked(protect, again)
+    asked(protect, 5)
+    with pytest.raises(RefusedError, match="answered once"):
+        asked(Protect("gaussian:std=0.1", str(tmp_path)), 3)  # the site was restarted
+    asked(protect, 0, site="site-8")
+    assert (tmp_path / "job/site-9/answered").read_text() == "6"
+    asked(Protect("gaussian:std=0.1"), 0)  # without a folder nothing is counted
+
+
+def test_with_a_folder_a_task_without_a_round_is_not_answered(tmp_path):
+    protect = Protect("prune", str(tmp_path))
+    change = {"a.weight": np.array([[3.0, 4.0]], np.float32)}
+    with pytest.raises(DefenceError, match="needs to know the round"):
+        sent_by(protect, dict(change), DataKind.WEIGHT_DIFF, site="site-7")
+    assert sent_by(protect, change, DataKind.WEIGHT_DIFF, {"current_round": 2}, "site-7").data.keys() == {"a.weight"}
 
 
 def test_arguments_are_attributes_as_nvflare_expects():

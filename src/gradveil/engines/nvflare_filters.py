@@ -3,7 +3,8 @@
 `Remember` stands among the filters of task data and keeps the model that the server sent. `Protect` stands among the
 filters of task results and applies a defence to the change of the weights. It fails closed: results that it can't
 protect raise, and NVFlare then sends an error code without data. Results that are no weights pass only if they are a
-few numbers, such as metrics.
+few numbers, such as metrics. With a private folder, it answers each round of a job once, so that nobody averages the
+noise of several answers.
 """
 
 import logging
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradveil.defences import build_defence
+from gradveil.engines.answered import answer_once
 from gradveil.engines.update_protection import (
     MOST_METRICS,
     ProtectionPlace,
@@ -44,7 +46,9 @@ _PARTS = ("DXO", "__headers__")
 """Keys of a result that holds one DXO and nothing else."""
 _COUNTER = "num_batches_tracked"
 """BatchNorm's count of batches, which depends on no image."""
-_received: dict[tuple[str, str], dict[str, Tensor]] = {}
+_ROUND = "current_round"
+"""Where NVFlare's workflows state the round, in the header of a task or the facts about its weights; from 0."""
+_received: dict[tuple[str, str], tuple[dict[str, Tensor], int | None]] = {}
 _lock = threading.Lock()
 
 
@@ -54,7 +58,7 @@ def owner_of(fl_ctx: FLContext) -> tuple[str, str]:
 
 
 class Remember(DXOFilter):  # type: ignore[misc]  # NVFlare has no types
-    """Filter of task data (direction in): keeps the received model, so that `Protect` knows what has changed."""
+    """Filter of task data (direction in): keeps the received model and its round, for `Protect`."""
 
     def __init__(self) -> None:
         super().__init__(supported_data_kinds=[DataKind.WEIGHTS], data_kinds_to_filter=None)
@@ -62,7 +66,8 @@ class Remember(DXOFilter):  # type: ignore[misc]  # NVFlare has no types
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> None:
         """Keep the weights of a task; the task itself stays as it is."""
         with _lock:
-            _received[owner_of(fl_ctx)] = {name: as_tensor(value, name).clone() for name, value in dxo.data.items()}
+            weights = {name: as_tensor(value, name).clone() for name, value in dxo.data.items()}
+            _received[owner_of(fl_ctx)] = weights, _stated(shareable, dxo)
 
 
 class Protect(DXOFilter):  # type: ignore[misc]  # NVFlare has no types
@@ -70,7 +75,8 @@ class Protect(DXOFilter):  # type: ignore[misc]  # NVFlare has no types
 
     Args:
         defence: a defence that works on updates alone: clip, gaussian, laplace, prune, quantise, your own, or a chain.
-        folder: private folder for a defence that keeps state.
+        folder: private folder for a defence that keeps state, and for the last round that was answered: with it, a
+            round that was answered before, or a task without a round, is not answered.
         statistics: what happens to running statistics of BatchNorm, which no defence here covers: ``refuse`` sends
             nothing if training changed them, ``received`` sends back those of the server, ``send`` sends the new ones.
 
@@ -111,7 +117,7 @@ class Protect(DXOFilter):  # type: ignore[misc]  # NVFlare has no types
         """Return weights, or their change, after the defence."""
         given = {name: as_tensor(value, name) for name, value in dxo.data.items()}
         with _lock:
-            received = _received.get(owner_of(fl_ctx), {})
+            received, asked = _received.get(owner_of(fl_ctx), ({}, None))
         whole, counted = dxo.data_kind == DataKind.WEIGHTS, _steps(dxo)
         if whole and not received:
             raise DefenceError(
@@ -123,18 +129,34 @@ class Protect(DXOFilter):  # type: ignore[misc]  # NVFlare has no types
             if whole
             else split_statistics(_floating(given), counted, self.statistics)
         )
-        safe = self._protected(update, received, dxo, fl_ctx)
+        told = _stated(shareable, dxo) if asked is None else asked  # what the server stated counts
+        safe = self._protected(update, received, told, fl_ctx)
         moved = {**safe.tensors, **safe.buffers}
         sent = {name: received[name] + moved[name] if whole else moved[name] for name in moved}
         data = {name: _like(sent.get(name, given[name]), value) for name, value in dxo.data.items()}
         return DXO(dxo.data_kind, data, dxo.meta)
 
-    def _protected(self, update: Update, start: Tensors, dxo: DXO, fl_ctx: FLContext) -> Update:
-        told = dxo.get_meta_prop(MetaKey.CURRENT_ROUND, 0)
-        number = told + 1 if isinstance(told, int) else 1  # NVFlare counts from 0
-        folder = PrivateFolder(Path(self.folder).joinpath(*owner_of(fl_ctx), "private")) if self.folder else None
+    def _protected(self, update: Update, start: Tensors, told: int | None, fl_ctx: FLContext) -> Update:
+        number, folder = 1 if told is None else told + 1, None  # NVFlare counts from 0
+        if self.folder:
+            place = Path(self.folder).joinpath(*owner_of(fl_ctx))
+            if told is None:
+                raise DefenceError(
+                    "A site with a folder answers each round once and needs to know the round, got a task without one. "
+                    "Choose a workflow that states current_round, or leave out the filter's folder."
+                )
+            answer_once(place / "answered", number)
+            folder = PrivateFolder(place / "private")
         name_one = 'Name one among the filter\'s args: "folder": "/srv/gradveil".'
         return protected_update(self._built, update, start, ProtectionPlace(0, number, folder, name_one))
+
+
+def _stated(shareable: Shareable, dxo: DXO) -> int | None:
+    """Return the round that a task or a result states, or None."""
+    for told in (shareable.get_header(_ROUND), dxo.get_meta_prop(MetaKey.CURRENT_ROUND)):
+        if isinstance(told, int) and not isinstance(told, bool) and told >= 0:
+            return told
+    return None
 
 
 def as_tensor(value: object, name: str) -> Tensor:
