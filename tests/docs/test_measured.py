@@ -56,6 +56,13 @@ def test_what_nvflares_server_saw_is_the_measured_share():
     assert all((row["zeros"] > 0.8) == (row["defence"] != "none") for row in document["rows"])
 
 
+def test_a_sites_own_policy_protects_it_whatever_the_job_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    page, wanted, document = generated("nvflare_poc", "nvflare-poc", "nvflare.md")
+    assert [text for text in wanted if text not in page] == []
+    assert all((row["zeros"] > 0.8) == (row["site"] == "site-1") for row in document["rows"])
+
+
 def test_the_price_of_veil_at_full_size_is_the_measured_one():
     page, wanted, _ = generated("veil_targets", "veil-targets", "defences.md")
     assert [text for text in wanted if text not in page] == []

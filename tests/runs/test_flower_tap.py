@@ -98,6 +98,13 @@ def test_attack_and_diagnose_take_the_files_as_they_are(tmp_path, monkeypatch):
     assert Path("attacked/images/target-0.png").exists()
 
 
+def test_a_defence_that_edits_the_network_is_not_tapped(tmp_path):
+    for defence in ("fedkl", "clip:norm=1.0+fedkl"):
+        with pytest.raises(ConfigError, match=r"which edits the network\. To attack such updates"):
+            FlowerTap(averaging(), tmp_path / "no", **FACTS, defence=defence)
+    FlowerTap(averaging(), tmp_path / "yes", **FACTS, defence="soteria")
+
+
 def test_rounds_and_bytes_are_bounded(tmp_path, caplog):
     run(FlowerTap(averaging(), tmp_path / "one", rounds=[2], **FACTS), rounds=3)
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["round-2"]

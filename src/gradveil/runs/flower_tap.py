@@ -14,6 +14,7 @@ from typing import Any
 import tomli_w
 from torch import Tensor, nn
 
+from gradveil.defences import build_defence
 from gradveil.engines.messages import num_bytes, read_arrays
 from gradveil.errors import ConfigError, MessageError
 from gradveil.models import create_model
@@ -89,6 +90,7 @@ class FlowerTap(Strategy):
             )
         self._facts = {"model": text, "shape": list(shape), "num_classes": num_classes, "kind": "change", **known}
         make_spec({"lr": 1.0, **self._facts}, "the tap's specification")
+        _require_same_network(str(known.get("defence", "none")))
         self._like = create_model(text, shape, num_classes, seed=0).state_dict()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the wrapped strategy has
@@ -194,6 +196,15 @@ class FlowerTap(Strategy):
         return spec
 
 
+def _require_same_network(defence: str) -> None:
+    """Raise if a defence edits the network: what the server gets are then not the tensors of the model."""
+    if build_defence(defence).overrides("on_model"):
+        raise ConfigError(
+            f"A tap stores updates of the model as it is, got defence {defence!r}, which edits the network. To attack "
+            "such updates, train with gradveil's own app and save-rounds, or audit the defence (gradveil audit)."
+        )
+
+
 def _only(content: RecordDict, like: Tensors) -> dict[str, Tensor]:
     """Return the tensors of the only ArrayRecord, which must fit those of a model."""
     names = list(content.array_records)
@@ -202,7 +213,10 @@ def _only(content: RecordDict, like: Tensors) -> dict[str, Tensor]:
     found = read_arrays(content, names[0], None, num_bytes(content, names[0]))
     wrong = misfits(like, found)
     if wrong:
-        raise MessageError(f"the arrays must be those of the model's state dict: {wrong[0]}.")
+        raise MessageError(
+            f"the arrays must be those of the model's state dict: {wrong[0]}. What a defence edits (fedkl, precode) "
+            "is not tapped."
+        )
     return found
 
 
