@@ -26,8 +26,9 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-results: .venv/installed  ## write docs/results/ from results/
+results: .venv/installed  ## write docs/results/ and docs/leaderboard.md from results/
 	$(BIN)/python -m gradveil.reproduce.pages
+	$(BIN)/python -m gradveil.reproduce.leaderboard
 
 docs: .venv/installed  ## the documentation as a site that works offline, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

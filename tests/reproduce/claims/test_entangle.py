@@ -20,7 +20,8 @@ def training(defence, accuracy, mu=None):
 def test_points_are_lost_against_fedavg_on_the_main_partition():
     rows = [training("none", 0.95), training("entangle:beta=0.7", 0.94, 0.35),
             training("entangle:beta=0.3", 0.5, 0.7),
-            {**training("none", 0.2), "partition": "label-parts"}, training("entangle:beta=0.89", 0.9, 0.1)]  # fmt: skip
+            {**training("none", 0.2), "partition": "label-parts"},
+            training("entangle:beta=0.89", 0.9, 0.1)]  # fmt: skip
     assert CLAIMS["4-lost"].measure(rows) == pytest.approx(1)
     assert CLAIMS["4-beta"].measure(rows) == pytest.approx(0.4)
     assert CLAIMS["mu"].measure(rows) == 0.35
