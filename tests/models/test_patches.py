@@ -5,7 +5,7 @@ import torch
 
 from gradveil.errors import ConfigError
 from gradveil.models import Normalisation, create_model, normalisation_of
-from gradveil.models.patches import CONTRAST, PatchTrunk, _reduced, photographs, whitened_filters
+from gradveil.models.patches import CONTRAST, FLOOR, PatchTrunk, _reduced, photographs, whitened_filters, whitening
 
 
 def noise(*shape, seed=0):
@@ -28,7 +28,7 @@ def test_reducing_rounds_means_down():
 
 def test_the_features_are_those_of_a_loop_over_patches():
     pictures, image = noise(12, 2, 9, 9), noise(1, 2, 9, 9, seed=1)
-    trunk = PatchTrunk(pictures, 5, 4, 2, 0.25)
+    trunk = PatchTrunk(pictures, 5, 4, 2, 0.25, whiten=1e9)
     kernels, offsets = whitened_filters(pictures, 5, 4)
     cells = torch.zeros(10, 2, 2)
     for row in range(6):
@@ -38,8 +38,8 @@ def test_the_features_are_those_of_a_loop_over_patches():
             answer = (kernels * patch).sum((1, 2, 3)) - offsets
             both = torch.cat([(answer - 0.25).relu(), (-answer - 0.25).relu()])
             cells[:, row // 3, column // 3] += both / 9
-    expected = (cells.flatten() - trunk.mean) / trunk.std
-    assert torch.allclose(trunk.features(image)[0], expected, atol=1e-4)
+    expected = ((cells.flatten() + FLOOR).sqrt() - trunk.mean) / trunk.std
+    assert torch.allclose(trunk.features(image)[0], expected, atol=3e-4), "half a step of rounding is 1.2e-4"
 
 
 def test_filters_whiten_public_patches():
@@ -51,6 +51,40 @@ def test_filters_whiten_public_patches():
     answers = windows @ kernels.view(30, 9).T - offsets
     assert float(answers.mean(0).abs().max()) < 0.1
     assert 0.7 < float(answers.std(0).mean()) < 1.1, "unit filters on whitened patches"
+
+
+@pytest.mark.parametrize("count", [6, 40])
+def test_whitening_is_the_inverse_root_of_the_covariance_plus_a_ridge(count):
+    features = noise(count, 8) @ noise(8, 8, seed=1)
+    directions, shrinkage = whitening(features, ridge=0.1)
+    unit = features.double() / features.double().norm(dim=1, keepdim=True)
+    covariance = torch.cov(unit.T, correction=0)
+    ridge = 0.1 * covariance.trace() / 8 * torch.eye(8, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(torch.linalg.solve(ridge, covariance + ridge))
+    expected = vectors @ torch.diag(values.rsqrt()) @ vectors.T
+    found = torch.eye(8) - directions.T @ torch.diag(shrinkage) @ directions
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+def test_features_do_not_depend_on_the_images_beside_it():
+    trunk, images = create_model("patches:filters=30", (1, 28, 28), 3, 0).trunk, noise(33, 1, 28, 28)
+    together = trunk(images)
+    assert all(torch.equal(trunk(images[some]), together[some]) for some in (slice(1), slice(7, 20), slice(16, 33)))
+
+
+def test_features_are_whitened_up_to_rounding():
+    trunk, images = create_model("patches:filters=30", (1, 28, 28), 3, 0).trunk, noise(3, 1, 28, 28)
+    scaled = (trunk._rooted(images) - trunk.mean) / trunk.std
+    expected = scaled - (scaled @ trunk.directions.T * trunk.shrinkage) @ trunk.directions
+    assert torch.allclose(trunk.features(images), expected, atol=5e-3)
+    assert not torch.allclose(scaled, expected, atol=0.1), "whitening changes something"
+
+
+def test_features_of_an_even_image_have_a_bounded_slope():
+    trunk = create_model("patches:filters=4", (1, 12, 12), 3, 0).trunk
+    image = torch.zeros(1, 1, 12, 12, requires_grad=True)
+    (slope,) = torch.autograd.grad(trunk(image).sum(), image)
+    assert bool(slope.isfinite().all())
 
 
 def test_public_pictures_decide_the_trunk_and_its_fingerprint():
@@ -75,6 +109,7 @@ def test_it_takes_pixels_without_a_normalisation():
         ("patches:size=1", "size must be"),
         ("patches:grid=99", "grid must be at most 7"),
         ("patches:threshold=-1", "threshold must be"),
+        ("patches:whiten=0", "whiten must be"),
         ("patches:filters=10001", "filters must be"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 
 from gradveil.attacks.base import Attack
 from gradveil.attacks.parts.analytic import collect, first_linear, ratios, strong, supported
+from gradveil.attacks.parts.frozen_features import head_of, images_behind
 from gradveil.attacks.parts.undoing import undone_rows
 from gradveil.networks.space import Space
 from gradveil.threat import Knowledge, Observation, Reconstruction
@@ -23,8 +24,11 @@ class Linear(Attack):
     ReLU some rows may see only one image: such rows are recognised by whole 8-bit values or by two rows that agree;
     next come ratios inside [0, 1].
 
+    Behind frozen features (models patches and frozen) the same quotient gives the features of a single image, or a
+    mixture of those of a batch; a search then finds one image that has them.
+
     Needs: the number of examples, which is the number of images to return. The network must begin with a Linear layer
-    with bias on the flattened image, such as mlp and logistic.
+    with bias on the flattened image, such as mlp and logistic, or be a head on frozen features.
     Fails: for most images of a larger batch, which activate all rows alike; under noise; if the bias is not sent. For
     batches and several local steps, rows see more images as training proceeds, and fewer stay pure.
     Adapts: knowing the defence, it completes removed entries, finds the likeliest gradient under noise, or separates a
@@ -39,6 +43,9 @@ class Linear(Attack):
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Return the ratio of the strongest row, or the ratios of rows that see one image."""
+        head = head_of(seen.network)
+        if head is not None:
+            return images_behind(seen, head, rng)
         undone = undone_rows(seen, first_linear(seen.network, seen.shape), seen.num_examples)
         rows = undone.rows
         images = ratios(rows, Space(seen.network, seen.shape, rows.bias))

@@ -21,8 +21,15 @@ SCALES = (1, 2, 4)
 """Photographs are cut at full size, and reduced by these factors."""
 SAMPLED = 100_000
 """Patches from which the whitening is estimated."""
+SEEN = 2_000
+"""Public pictures whose features are whitened, at most."""
 CONTRAST, REGULAR = 0.01, 0.1
 """Added to the variance of a patch before dividing by it, and to the eigenvalues of the covariance of patches."""
+FLOOR = 1e-3
+"""Added to a pooled response before its square root, so that the slope of the root is bounded."""
+LARGEST, FEATURE_STEP, DIRECTION_STEP = 64.0, 2.0**-12, 2.0**-20
+"""Bound on a scaled feature, and steps to which features and directions are rounded: sums of products are then exact in
+float64, so that the features of an image never depend on the images beside it."""
 COLOUR_FILTERS, GREY_FILTERS = 400, 150
 COLOUR_GRID, GREY_GRID = 2, 3
 
@@ -37,20 +44,25 @@ class Patches(Model):
     .. math:: r_k = d_k^T W \Big(\frac{p - \bar p}{\sqrt{\text{var}(p) + 0.01}} - m\Big), \qquad
         (\max(0, r_k - \tau), \max(0, -r_k - \tau))
 
-    Means over the cells of a ``grid`` x ``grid`` are centred and scaled by their statistics on public pictures; then
-    each image's features are scaled to norm 1. Only the head is trained and sent; all else is frozen. Public pictures
-    are those of ``--aux``, or two photographs that come with scikit-learn. ``activation`` changes nothing.
+    Square roots of the means over the cells of a ``grid`` x ``grid`` are centred, scaled and whitened by their
+    statistics on public pictures; then each image's features are scaled to norm 1. Whitening makes a head learn in
+    few steps, and few steps are what a privacy budget pays for. Only the head is trained and sent; all else is frozen.
+    Public pictures are those of ``--aux``, or two photographs that come with scikit-learn. ``activation`` changes
+    nothing.
 
     Reference: Coates and Ng 2012, https://doi.org/10.1007/978-3-642-35289-8_30, Sections 2 to 4 (patches, whitening,
         two-sided threshold); Tramer and Boneh 2021, https://arxiv.org/abs/2011.11660 (private heads on fixed features).
-    Differs from the paper: filters are random patches, not k-means; features are centred by public pictures, not by
-        the private images, whose statistics would cost privacy.
+    Differs from the paper: filters are random patches, not k-means; pooled responses are rooted and whitened, chosen
+        on SVHN and PneumoniaMNIST; all statistics are of public pictures, not of the private images, whose statistics
+        would cost privacy.
 
     Attributes:
         filters: K; 0 is 150 for grey images and 400 for colours.
         size: height and width of a patch.
         grid: cells of the pooling along each axis; 0 is 3 for grey images and 2 for colours.
         threshold: :math:`\tau`.
+        whiten: variance that whitening adds to each direction of the features, in units of their mean variance; large
+            values leave them as they are.
         sha256: fingerprint that the frozen part must have, or its beginning; empty takes any.
     """
 
@@ -58,6 +70,7 @@ class Patches(Model):
     size: int = 6
     grid: int = 0
     threshold: float = 0.25
+    whiten: float = 0.01
     sha256: str = ""
 
     smallest: ClassVar[int] = 8
@@ -69,6 +82,7 @@ class Patches(Model):
         in_range("size", self.size, 2, self.smallest)
         in_range("grid", self.grid, 0)
         in_range("threshold", self.threshold, 0)
+        in_range("whiten", self.whiten, 0, open_low=True)
 
     def build(self, shape: tuple[int, int, int], num_classes: int) -> nn.Module:
         """Build the frozen features from the photographs, and a head of zeros."""
@@ -79,7 +93,7 @@ class Patches(Model):
         count, grid = self._size_for(shape)
         if min(shape[1:]) - self.size + 1 < grid:
             raise ConfigError(f"grid must be at most {min(shape[1:]) - self.size + 1} for such images, got {grid}.")
-        facts = (count, self.size, grid, self.threshold)
+        facts = (count, self.size, grid, self.threshold, self.whiten)
         if public is not None and len(public):
             trunk = PatchTrunk(to_unit(public), *facts)
         else:
@@ -107,20 +121,32 @@ class PatchTrunk(Trunk):
     offsets: Tensor
     mean: Tensor
     std: Tensor
+    directions: Tensor
+    shrinkage: Tensor
 
-    def __init__(self, pictures: Tensor, count: int, size: int, grid: int, threshold: float) -> None:
-        super().__init__(fingerprint_of("patches 1", count, size, grid, threshold, to_bytes(pictures)))
+    def __init__(self, pictures: Tensor, count: int, size: int, grid: int, threshold: float, whiten: float) -> None:
+        super().__init__(fingerprint_of("patches 2", count, size, grid, threshold, whiten, to_bytes(pictures)))
         self._size, self._grid, self._threshold = size, grid, threshold
         kernels, offsets = whitened_filters(pictures, count, size)
         self.register_buffer("kernels", kernels)
         self.register_buffer("offsets", offsets)
-        seen = torch.cat([self._pooled(chunk) for chunk in torch.split(pictures, CHUNK)])
+        order = torch.randperm(len(pictures), generator=stream(0, "patches", "seen"))[:SEEN]
+        seen = torch.cat([self._rooted(chunk) for chunk in torch.split(pictures[order], CHUNK)])
         self.register_buffer("mean", seen.mean(0))
         self.register_buffer("std", seen.std(0).clamp_min(1e-6))
+        directions, shrinkage = whitening((seen - self.mean) / self.std, whiten)
+        self.register_buffer("directions", directions)
+        self.register_buffer("shrinkage", shrinkage)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the pooled responses, centred and scaled by those of public pictures."""
-        return (self._pooled(images) - self.mean) / self.std
+        """Return the rooted responses, centred, scaled and whitened by those of public pictures."""
+        scaled = ((self._rooted(images) - self.mean) / self.std).clamp(-LARGEST, LARGEST).double()
+        scaled, directions = _in_steps(scaled, FEATURE_STEP), self.directions.double()
+        common = _in_steps(scaled @ directions.T * self.shrinkage, FEATURE_STEP)
+        return (scaled - common @ directions).to(images.dtype)
+
+    def _rooted(self, images: Tensor) -> Tensor:
+        return (self._pooled(images) + FLOOR).sqrt()
 
     def _pooled(self, images: Tensor) -> Tensor:
         grey = images.mean(1, keepdim=True)  # a patch's mean and variance are over all its channels
@@ -134,9 +160,33 @@ class PatchTrunk(Trunk):
 
 
 @cache
-def _usual_trunk(shape: tuple[int, int, int], count: int, size: int, grid: int, threshold: float) -> PatchTrunk:
+def _usual_trunk(
+    shape: tuple[int, int, int], count: int, size: int, grid: int, threshold: float, whiten: float
+) -> PatchTrunk:
     """Return the trunk of the photographs; cached, since a run builds its network several times."""
-    return PatchTrunk(photographs(shape), count, size, grid, threshold)
+    return PatchTrunk(photographs(shape), count, size, grid, threshold, whiten)
+
+
+def whitening(features: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    r"""Return directions V (r, D) and shrinkage c (r,) that whiten features (N, D), each scaled to norm 1.
+
+    A vector z becomes :math:`z - V^T \text{diag}(c) V z`. In the direction of an eigenvector of the covariance, with
+    the eigenvalue :math:`\lambda`, that is a factor :math:`(1 + \lambda / \rho)^{-1/2}`, and 1 in all directions that
+    the features do not reach; :math:`\rho` is ``ridge`` times the mean eigenvalue.
+    """
+    unit = F.normalize(features.double())
+    centred = unit - unit.mean(0)
+    values, vectors = torch.linalg.eigh(centred @ centred.T / len(centred))  # N x N: N is smaller than D as a rule
+    kept = values > 1e-9 * values.max()
+    values, vectors = values[kept], vectors[:, kept]
+    directions = (centred.T @ vectors / (values * len(centred)).sqrt()).T
+    shrinkage = 1 - (1 + values / (ridge * values.sum() / features.shape[1])).rsqrt()
+    return _in_steps(directions, DIRECTION_STEP).float(), shrinkage.float()
+
+
+def _in_steps(values: Tensor, step: float) -> Tensor:
+    """Return the nearest multiples of a step, with the slope of the values themselves."""
+    return values + ((values / step).round() * step - values).detach()
 
 
 def whitened_filters(pictures: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:

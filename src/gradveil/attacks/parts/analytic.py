@@ -153,7 +153,7 @@ def first_linear(network: nn.Module, shape: tuple[int, int, int]) -> str:
     if trunk_of(network) is not None:
         first, way_out = (
             "a head on frozen features",
-            "Use --attacks posterior,lti, which learn the way back from features.",
+            "Use --attacks linear,posterior,lti, which find the way back from features.",
         )
     raise ConfigError(
         f"The network's first layer must be a Linear with bias on the flattened image, got {first}. {way_out}"
