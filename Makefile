@@ -29,6 +29,7 @@ check: .venv/installed
 results: .venv/installed  ## write docs/results/ and docs/leaderboard.md from results/
 	$(BIN)/python -m gradveil.reproduce.pages
 	$(BIN)/python -m gradveil.reproduce.leaderboard
+	$(BIN)/python benchmarks/pages.py
 
 docs: .venv/installed  ## the documentation as a site that works offline, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

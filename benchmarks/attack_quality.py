@@ -1,4 +1,4 @@
-"""Measure how well the attacks work on real images; each line of the attack tables in docs/results.md is run here.
+"""Measure how well the attacks work on real images; each line is an experiment by name.
 
     python benchmarks/attack_quality.py --data-root DATA --only gs-lenet-dlg-mnist
     python benchmarks/attack_quality.py --data-root DATA --list

@@ -1,16 +1,17 @@
-"""Write the tables of docs/results.md that come from results/*.json; a test checks that they agree.
+"""Write the tables in docs that stand between ``<!-- results/NAME.json -->`` and ``<!-- end -->``; a test checks them.
 
 Run from the root of the repository: python benchmarks/pages.py
 """
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "results.md"
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "\n<!-- results/" in page.read_text()]
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -67,8 +68,35 @@ def batch_norm(result: Mapping[str, Any]) -> str:
     return _table(["defence", "BatchNorm", "attacker", "mean PSNR", "each digit"], rows)
 
 
+def imprint_strength(result: Mapping[str, Any]) -> str:
+    """Return the table of what imprint rows of different strength recover."""
+    found: dict[tuple[str, str, float], list[float]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["defence"], row["dataset"], row["gain"]), []).append(row["ssim"])
+    defences = dict.fromkeys(defence for defence, _, _ in found)
+    columns = list(dict.fromkeys((dataset, gain) for _, dataset, gain in found))
+    rows = [[f"`{defence}`", *(_mean(found.get((defence, *column))) for column in columns)] for defence in defences]
+    return _table(["defence", *(f"{dataset}, gain {gain:g}" for dataset, gain in columns)], rows)
+
+
+def _mean(values: Sequence[float] | None) -> str:
+    return f"{statistics.fmean(values):.2f}" if values else "not measured"
+
+
+def tripwire(result: Mapping[str, Any]) -> str:
+    """Return the table of alarms by kind of model and data set."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for row in result["rows"]:
+        total = found.setdefault((row["kind"], row["dataset"]), [0, 0])
+        total[0] += row["alarms"]
+        total[1] += row["models"]
+    rows = [[kind, dataset, f"{alarms} of {models}"] for (kind, dataset), (alarms, models) in found.items()]
+    return _table(["models", "data", "alarms"], rows)
+
+
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "mixtures": mixtures, "completion": completion, "ggl": ggl, "batch-norm": batch_norm,
+    "imprint-strength": imprint_strength, "tripwire": tripwire,
 }  # fmt: skip
 
 
@@ -83,4 +111,5 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(written(page.read_text()))

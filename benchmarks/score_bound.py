@@ -102,7 +102,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def scores(document: dict[str, Any]) -> str:
-    """Return the bounds of many defences as they stand in docs/results.md."""
+    """Return the bounds of many defences as they stand in docs/score.md."""
     lines = ["| defence | white bound | covariance bound | directions seen |", "|---|---|---|---|"]
     lines += [
         f"| `{row['defence']}` | {row['psnr_cap_white']:.1f} | {row['psnr_cap_covariance']:.1f} | {row['seen']} |"

@@ -40,7 +40,7 @@ def test_the_bounds_beside_attacks_are_the_measured_ones_and_hold_with_their_sla
 
 
 def test_the_scores_of_many_defences_are_the_measured_ones():
-    page, wanted, _ = generated("score_bound", "score-bound", "results.md", "scores")
+    page, wanted, _ = generated("score_bound", "score-bound", "score.md", "scores")
     assert [text for text in wanted if text not in page] == []
 
 

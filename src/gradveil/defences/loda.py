@@ -45,7 +45,7 @@ class Loda(Defence):
     Differs from the paper: by default, squared distances are means over each layer's features and over pixels; the
         equation has sums. The effect of c depends on the extractor: with a resnet20 trained on normalised CIFAR-10,
         c = 20 changes the image little (20 dB with means, 30 dB with sums), and the paper's 5.8 dB take c = 100
-        (docs/results.md). Measure the effect before you trust a value of c.
+        (docs/results/notes-loda.md). Measure the effect before you trust a value of c.
 
     Attributes:
         extractor: the network that computes g: a model name with its settings separated by ``;``

@@ -43,7 +43,7 @@ GS = {
     "mnist": "gs:sign=none,schedule=cosine,lr=0.3,tv=1e-6,iterations={}",
     "cifar10": "gs:sign=none,schedule=cosine,lr=0.1,tv=1e-3,iterations={}",
 }
-"""GS with the settings that reconstruct best here, see docs/results.md."""
+"""GS with the settings that reconstruct best here."""
 PAPER_6 = {("mnist", "FedAvg"): "< 0.05", ("mnist", "ME"): "0.9835"}
 
 

@@ -63,7 +63,8 @@ def paper_page(paper: Paper, records: Records, results: str = "../../results") -
     parts = [
         f"# {paper.name}",
         "Written by `make results` from `results/`; don't edit it.",
-        f"{paper.reference}.",
+        f"{paper.reference}. What breaks it, and where the paper, its authors' code and ours differ: "
+        f"[notes](notes-{paper.name}.md).",
         f"**The paper's own claims.** {counted(plain)}.",
         _table([_cells(one) for one in plain]),
     ]
