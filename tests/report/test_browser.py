@@ -89,13 +89,13 @@ def test_texts_and_choices_filter(visit, report):
     assert set(column(page, "summary", 2)) == {"idlg"}
     bar.locator("select").nth(2).select_option("adaptive")
     assert column(page, "summary", 3) == ["adaptive", "adaptive"]
-    bar.locator("input").fill("FRACTION=0.7 idlg")
+    bar.locator("input[type=search]").fill("FRACTION=0.7 idlg")
     assert column(page, "summary", 1) == ["prune:fraction=0.7"]
     assert bar.locator(".status").inner_text() == "1 of 8 rows"
     bar = page.locator("[data-for=all]")
     bar.locator("select").nth(0).select_option(NASTY)
     assert set(column(page, "all", 2)) == {NASTY}
-    bar.locator("input").fill("no such text")
+    bar.locator("input[type=search]").fill("no such text")
     assert page.locator("#all tbody tr").count() == 0
 
 
@@ -240,7 +240,7 @@ def test_ten_thousand_rows_keep_the_page_small(visit, tmp_path, monkeypatch, rec
     assert page.locator("[data-for=all] .status").inner_text() == "10014 rows"
     page.locator("#all thead button", has_text="PSNR").click()
     assert page.locator("#all tbody tr").count() == 100
-    page.locator("[data-for=all] input").fill("defence-7 dlg")
+    page.locator("[data-for=all] input[type=search]").fill("defence-7 dlg")
     assert page.locator("[data-for=all] .status").inner_text() == "500 of 10014 rows"
     page.locator(".pager button").last.click()
     assert page.locator(".pager span").inner_text() == "101–200 of 500"

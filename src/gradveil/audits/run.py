@@ -190,7 +190,13 @@ def _begin(
     write_atomic(folder.path / "settings.toml", tomli_w.dumps(facts).encode() + to_toml(settings))
     metrics = to_plain(settings.schema.metrics)
     listed = [cell.to_json() for cell in cells]
-    document = {"identity": identity, "metrics": metrics, "left_out": dict(without), "cells": listed}
+    document = {
+        "identity": identity,
+        "metrics": metrics,
+        "left_out": dict(without),
+        "class_names": list(dataset.class_names),
+        "cells": listed,
+    }
     write_atomic(folder.path / "plan.json", json.dumps(document, indent=1).encode())
     if targets:
         images, labels = stacked(private)

@@ -32,6 +32,7 @@ def train_command(
 
     from gradveil.federated.learning import warning_of
     from gradveil.metrics.epsilon_hat import MEASURED, exceeding
+    from gradveil.report.names import subject
     from gradveil.report.training import warnings_of
     from gradveil.runs.train import train
 
@@ -74,7 +75,7 @@ def train_command(
     if as_json:
         print_json({**summary, "warning": result.warning or None, "rows": result.rows})
         return
-    table = Table("what", "value", title=f"{settings.model} on {settings.dataset}", title_justify="left")
+    table = Table("what", "value", title=subject(vars(settings)), title_justify="left")
     for key, value in summary.items():
         if value is not None:
             share = key.startswith("accuracy") and isinstance(value, float)
@@ -108,7 +109,7 @@ def audit_command(  # noqa: PLR0913 - one parameter per option of the command li
     from gradveil.report.blind import blind_lines
     from gradveil.report.criteria import fields_of, parse_criteria
     from gradveil.report.flags import explained
-    from gradveil.report.names import failures, for_people
+    from gradveil.report.names import failures, for_people, subject
     from gradveil.report.recovered import recovered
     from gradveil.report.summary import with_costs
     from gradveil.runs.check import verdicts_of
@@ -143,7 +144,7 @@ def audit_command(  # noqa: PLR0913 - one parameter per option of the command li
         }
         print_json(document)
     else:
-        title = f"{settings.model} on {settings.dataset}"
+        title = subject(vars(settings))
         if summary or not told:
             lines = [*blind_lines(result.rows, result.schema), *summary]
             show(audit_table(title, with_costs(lines, prices, result.schema), result.schema), WIDTH)
@@ -166,7 +167,9 @@ def audit_command(  # noqa: PLR0913 - one parameter per option of the command li
 
 
 def report_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of an audit or a training.")], as_json: Json = False
+    folder: Annotated[Path, typer.Argument(help="Folder of an audit or a training.")],
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also print the page as report.pdf (Chromium or Chrome).")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write the page of a run again from the files in its folder, also for a run that is not finished.
 
@@ -174,6 +177,7 @@ def report_command(
     """
     from gradveil.report.audit import write_report
     from gradveil.report.audit_folder import read_audit
+    from gradveil.report.browser import print_pdf
     from gradveil.report.training import rewrite_page
     from gradveil.report.training_folder import read_training
 
@@ -181,10 +185,11 @@ def report_command(
     trained = "defence" in settings
     page = rewrite_page(folder) if trained else write_report(folder)
     notes = read_training(folder).notes if trained else read_audit(folder).notes
+    printed = print_pdf(page) if pdf else None
     if as_json:
-        print_json({"report": str(page), "notes": list(notes)})
+        print_json({"report": str(page), "pdf": str(printed) if printed else None, "notes": list(notes)})
     else:
-        say(f"Look at it: {page}")
+        say(f"Look at it: {printed or page}")
     for note in notes:
         say(f"Note: {note}", err=True)
 

@@ -45,6 +45,12 @@ def read_arrays(
         return {name: _array(archive, info, *shapes[name]) for name, info in chosen.items()}
 
 
+def has_array(path: Path, name: str) -> bool:
+    """Return whether an ``.npz`` file has an array of that name."""
+    with reading(path, "an .npz file", _WAY_OUT), zipfile.ZipFile(path) as archive:
+        return f"{name}.npy" in archive.namelist()
+
+
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype, bool]:
     """Return shape, type and order of a member; raise ValueError if it holds other numbers of bytes than it states."""
     with archive.open(info) as file, warnings.catch_warnings():

@@ -26,6 +26,9 @@ class Cifar10(NamedSet):
     """
 
     num_classes: ClassVar[int] = 10
+    class_names: ClassVar[tuple[str, ...]] = (
+        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+    )  # fmt: skip
     mean: ClassVar[tuple[float, ...]] = (0.4914, 0.4822, 0.4465)
     std: ClassVar[tuple[float, ...]] = (0.2470, 0.2435, 0.2616)
     full_size: ClassVar[tuple[int, int]] = (50_000, 10_000)

@@ -47,6 +47,7 @@ class Dataset:
         mean: mean per channel, for normalisation: the set's published constants, or 0.5 for a user's own set.
         std: standard deviation per channel, as ``mean``.
         note: what is special about this copy, such as missing batches.
+        class_names: what the labels 0, 1, ... stand for, or () if nobody said.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     note: str = ""
+    class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for part, split in (("training", self.train), ("test", self.test)):
@@ -102,6 +104,7 @@ class NamedSet(registry.Component, ABC):
         mean: published mean per channel, for normalisation; being public, it needs no client's data.
         std: published standard deviation per channel.
         full_size: numbers of training and test images in the whole set; a copy with fewer says so in its note.
+        class_names: what the labels stand for, or () if they speak for themselves.
     """
 
     kind: ClassVar[str] = "datasets"
@@ -110,6 +113,7 @@ class NamedSet(registry.Component, ABC):
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
     full_size: ClassVar[tuple[int, int]]
+    class_names: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def read(self, root: Path) -> Dataset:
@@ -126,7 +130,8 @@ class NamedSet(registry.Component, ABC):
             for part, split, full, extra in parts
             if len(split) != full
         ]
-        return Dataset(self.spec, train, test, self.num_classes, self.mean, self.std, "; ".join(lacks))
+        note = "; ".join(lacks)
+        return Dataset(self.spec, train, test, self.num_classes, self.mean, self.std, note, self.class_names)
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ def _own(spec: str, arrays: OwnArrays) -> Dataset:
     """Return a user's own set: mean and std are 0.5, since statistics of private data are not public knowledge."""
     half = (0.5,) * arrays.x_train.shape[1]
     train, test = Split(arrays.x_train, arrays.y_train), Split(arrays.x_test, arrays.y_test)
-    return Dataset(spec, train, test, arrays.num_classes, half, half)
+    return Dataset(spec, train, test, arrays.num_classes, half, half, class_names=arrays.class_names)
 
 
 def _find(path: str, root: Path) -> Path:

@@ -76,6 +76,9 @@ class FashionMnist(Mnist):
     Reference: Xiao et al. 2017, https://arxiv.org/abs/1708.07747.
     """
 
+    class_names: ClassVar[tuple[str, ...]] = (
+        "t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+    )  # fmt: skip
     mean: ClassVar[tuple[float, ...]] = (0.2860,)
     std: ClassVar[tuple[float, ...]] = (0.3530,)
     contents: ClassVar[FourChecksums] = (

@@ -5,22 +5,32 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradveil.data.arrays import read_arrays
+from gradveil.data.arrays import has_array, read_arrays
 from gradveil.data.pictures import PICTURE_ENDINGS, list_pictures, read_pictures
 from gradveil.errors import DataError, MissingDataError
 
 MAX_CLASSES = 100_000
 """With more classes than this, labels are assumed to be something else, such as identity numbers."""
 
+NAMES = "class_names"
+LONGEST_NAME = 60
+"""Letters of a class's name at most."""
+MEDMNIST = {
+    "breastmnist": ("malignant", "normal, benign"),
+    "pneumoniamnist": ("normal", "pneumonia"),
+}
+"""What the labels of MedMNIST's two-class files stand for, by the file's name; https://medmnist.com."""
+
 
 class OwnArrays(NamedTuple):
-    """Images (N, C, H, W), uint8 or float32 in [0, 1]; labels (N,) int64; the number of classes."""
+    """Images (N, C, H, W), uint8 or float32 in [0, 1]; labels (N,) int64; the number of classes, and their names."""
 
     x_train: np.ndarray
     y_train: np.ndarray
     x_test: np.ndarray
     y_test: np.ndarray
     num_classes: int
+    class_names: tuple[str, ...] = ()
 
 
 def every_fifth(labels: np.ndarray) -> np.ndarray:
@@ -42,7 +52,7 @@ def read_npz(path: Path) -> OwnArrays:
     Images are (N, H, W), (N, H, W, C) or (N, C, H, W), uint8 or floating point in [0, 1]. With four axes the last
     holds the channels if its length is 1 or 3; otherwise the second if its length is 1 or 3; otherwise the shorter of
     the two (e.g. the modalities of a scan), or the second if they are equal. Labels are integers from 0, (N,)
-    or (N, 1).
+    or (N, 1). An array ``class_names`` of texts says what the labels stand for.
     """
     if not path.exists():
         raise MissingDataError(f"{path} must exist, but there is no such file. Put it there or name the right one.")
@@ -60,7 +70,8 @@ def read_npz(path: Path) -> OwnArrays:
         kinds = [f"x_{part} {array.dtype} {array.shape[1:]}" for part, array in images.items()]
         raise DataError(f"{path} must hold images of one shape (C, H, W) and type, but has {' and '.join(kinds)}.")
     num_classes = int(max(labels["train"].max(), labels["test"].max())) + 1
-    return OwnArrays(images["train"], labels["train"], images["test"], labels["test"], num_classes)
+    told = _class_names(path, num_classes)
+    return OwnArrays(images["train"], labels["train"], images["test"], labels["test"], num_classes, told)
 
 
 def read_folder(folder: Path, size: int | None = None) -> OwnArrays:
@@ -106,7 +117,23 @@ def read_folder(folder: Path, size: int | None = None) -> OwnArrays:
             f"{np.bincount(labels).max()} at most. Add pictures, or make train/ and test/ subfolders."
         )
     images = read_pictures([path for path, _, _ in listed], size=size)
-    return OwnArrays(images[~test_mask], labels[~test_mask], images[test_mask], labels[test_mask], len(classes))
+    return OwnArrays(
+        images[~test_mask], labels[~test_mask], images[test_mask], labels[test_mask], len(classes), tuple(classes)
+    )
+
+
+def _class_names(path: Path, num_classes: int) -> tuple[str, ...]:
+    """Return what the labels of an ``.npz`` file stand for: as it says, as MedMNIST says for its files, or ()."""
+    if not has_array(path, NAMES):
+        known = MEDMNIST.get(path.stem, ())
+        return known if len(known) == num_classes else ()
+    names = read_arrays(path, f"an .npz file of plain arrays with {NAMES}", (NAMES,))[NAMES]
+    if names.dtype.kind != "U" or names.shape != (num_classes,):
+        raise DataError(
+            f"{path}: {NAMES} must be {num_classes} texts, one per class, got {names.dtype} {names.shape}. "
+            "Correct it, or leave it out."
+        )
+    return tuple(str(name)[:LONGEST_NAME] for name in names)
 
 
 def _class_folders(folder: Path) -> dict[str, list[Path]]:

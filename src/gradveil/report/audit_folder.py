@@ -48,6 +48,8 @@ class AuditFolder:
     """Short names of components, if the rows have these in place of the full ones (`gradveil.report.names`)."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Attacks that were not run because they can't search such large updates, each with its reason."""
+    class_names: tuple[str, ...] = ()
+    """What the labels stand for; () if nobody said."""
 
     @property
     def images(self) -> int:
@@ -89,8 +91,10 @@ def read_audit(folder: Path) -> AuditFolder:
             f"{'were' if broken > 1 else 'was'} skipped."
         )
     without = _left_out(folder / "plan.json")
-    rows = tuple(found.values())
-    return AuditFolder(folder, settings, tuple(cells), done, rows, tuple(notes), schema, left_out=without)
+    rows, classes = tuple(found.values()), _class_names(folder / "plan.json")
+    return AuditFolder(
+        folder, settings, tuple(cells), done, rows, tuple(notes), schema, left_out=without, class_names=classes
+    )
 
 
 def _old_form(settings: Mapping[str, Any]) -> list[str]:
@@ -178,6 +182,15 @@ def _left_out(path: Path) -> dict[str, str]:
         return {str(spec): str(why) for spec, why in read_json(path)["left_out"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
+
+
+def _class_names(path: Path) -> tuple[str, ...]:
+    """Return what plan.json says that labels stand for; () if it does not say."""
+    try:
+        names = read_json(path).get("class_names", ())
+        return tuple(map(str, names)) if isinstance(names, list) else ()
+    except (OSError, ValueError, AttributeError):
+        return ()
 
 
 def _cell(entry: Mapping[str, Any]) -> PlannedCell:

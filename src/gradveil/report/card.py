@@ -12,7 +12,7 @@ from gradveil.catalogue import catalogue
 from gradveil.registry import parse_spec
 from gradveil.report.audit_folder import AuditFolder, read_audit
 from gradveil.report.criteria import Verdict
-from gradveil.report.names import failures
+from gradveil.report.names import failures, subject
 from gradveil.report.result import protocol_words
 from gradveil.report.summary import membership, summarise, utility
 from gradveil.storage import write_atomic
@@ -91,7 +91,7 @@ def to_markdown(card: Mapping[str, Any]) -> str:
     """Return the card as Markdown."""
     threat = card["threat_model"]
     lines = [
-        f"# Privacy card: {card['subject']['model']} on {card['subject']['dataset']}",
+        f"# Privacy card: {subject(card['subject'])}",
         "",
         f"Verdict: **{card['verdict']}**. Written {card['date']} by gradveil {card['versions']['gradveil']} "
         f"(torch {card['versions']['torch']}, Python {card['versions']['python']}).",

@@ -38,6 +38,24 @@ def short_names(specs: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def short_dataset(spec: str) -> str:
+    """Return a data set's name without its folder.
+
+    Example:
+        >>> short_dataset("/home/me/scans.npz"), short_dataset("data/scans/:size=32"), short_dataset("mnist-5k")
+        ('scans.npz', 'scans/:size=32', 'mnist-5k')
+    """
+    path, colon, settings = spec.partition(":")
+    folder = "/" if path.endswith("/") else ""
+    return f"{PurePath(path).name}{folder}{colon}{settings}" if "/" in path or "\\" in path else spec
+
+
+def subject(settings: Mapping[str, Any]) -> str:
+    """Return what was attacked or trained, without folders of the machine: the model and the data set."""
+    model, dataset = (str(settings.get(key) or "?") for key in ("model", "dataset"))
+    return f"{short_names([model]).get(model, model)} on {short_dataset(dataset)}"
+
+
 def for_people(lines: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Return rows or lines whose defences and attacks have short names."""
     lines = list(lines)

@@ -9,7 +9,7 @@ from typing import Any
 from gradveil.report.audit_folder import read_audit
 from gradveil.report.blind import blind_lines
 from gradveil.report.headline import headline
-from gradveil.report.names import named
+from gradveil.report.names import named, subject
 from gradveil.report.sheets import png, read_gallery
 from gradveil.report.summary import summarise, utility, with_costs
 
@@ -79,7 +79,7 @@ def audit_html(folder: Path, page: Path) -> str:
         pictures.append((name, png(line.frames[-1:], line.guessed)))
     shown = "".join(f"<tr><td>{escape(name)}</td><td>{picture_html(data, name)}</td></tr>" for name, data in pictures)
     table = table_html(lines or costs, columns)
-    title = f"{audit.settings.get('model', '')} on {audit.settings.get('dataset', '')}"
+    title = subject(audit.settings)
     said = escape(headline(audit.rows, images=audit.images, schema=audit.schema))
     top = f"<p><strong>gradveil audit: {escape(title)}</strong></p><p>{said}</p>"
     return f"{top}{table}<table><tbody>{shown}</tbody></table>{link_html(page)}"

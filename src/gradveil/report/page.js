@@ -83,7 +83,7 @@
   };
 
   function rows() {
-    const PAGE = 100;
+    const PAGE = matchMedia("(max-width: 720px)").matches ? 10 : 100; // a row is a card on a phone
     const columns = data.rows.filter((column) =>
       column.kind === "text" ? column.texts.some(Boolean) : column.cells.some((cell) => cell !== null),
     );
@@ -96,7 +96,7 @@
       if (value === null) return "–";
       return (written[column.kind] || ((x) => x.toFixed(Number(column.kind))))(value);
     };
-    const kind = (column) => (column.kind === "text" ? "text" : "number");
+    const kind = (column) => (column.kind === "text" ? "text" : "number") + (column.more ? " more" : "");
     $("#all thead").append(
       make("tr", {}, ...columns.map((column) => {
         const head = make("th", { scope: "col", className: kind(column) }, make("button", { type: "button" }, column.head));
@@ -116,7 +116,9 @@
         make("tr", {}, ...columns.map((column) => {
           const text = shown(i, column);
           const long = column.note;
-          return make("td", { className: kind(column) + (long ? " note" : ""), title: long ? text : "" }, text);
+          const cell = make("td", { className: kind(column) + (long ? " note" : ""), title: long ? text : "" }, text);
+          cell.dataset.head = column.head;
+          return cell;
         })),
       );
       $("#all tbody").replaceChildren(...body);
@@ -180,7 +182,7 @@
     const named = (line, column) => {
       const { target, image, round } = columns[column];
       const label = (line.labels ?? columns.map((each) => each.label))[column];
-      return `Target ${target}${round ? ` of round ${round}` : ""}${data.images > 1 ? `, image ${image}` : ""}, label ${label}`;
+      return `Target ${target}${round ? ` of round ${round}` : ""}${data.images > 1 ? `, image ${image}` : ""}, ${data.classes[label] ?? `label ${label}`}`;
     };
     const attacker = (line) => (line.truth ? "truth" : `${line.attack}, ${line.adaptive ? "knows the defence" : "plain"}`);
     const strips = []; // those that are built and have their picture
@@ -205,7 +207,7 @@
       const canvas = make("canvas", { width: 1, height: 1 });
       const button = make("button", { type: "button", tabIndex: -1 }, canvas);
       button.setAttribute("aria-label", `${named(line, column)}; ${attacker(line)}`);
-      const caption = make("span", {}, line.truth ? `${line.labels[column]}` : "");
+      const caption = make("span", {}, line.truth ? `${data.classes[line.labels[column]] ?? line.labels[column]}` : "");
       button.addEventListener("click", () => open(line, column));
       element.append(make("div", { className: "tile" }, button, caption));
       return { canvas, button, caption };
@@ -218,7 +220,7 @@
       element.style.setProperty("--count", columns.length);
       const step = make("small", {}, "");
       const who = make("div", { className: "who" });
-      if (line.truth) who.append(make("b", {}, "Truth"), make("small", {}, "label below"));
+      if (line.truth) who.append(make("b", {}, "Truth"), make("small", {}, data.classes.length ? "class below" : "label below"));
       else {
         const mark = make("i", { className: line.adaptive ? "mark filled" : "mark" });
         who.append(make("span", {}, mark, make("b", {}, ...broken(line.attack))), make("small", {}, line.adaptive ? "knows the defence" : "plain"), step);

@@ -9,6 +9,7 @@ from gradveil.report.audit_folder import AuditFolder
 from gradveil.report.blind import blind_lines
 from gradveil.report.markup import as_json
 from gradveil.report.membership import membership_section
+from gradveil.report.names import subject
 from gradveil.report.result import hero
 from gradveil.report.sections import about_section, gallery_section, plane_section, rows_section, summary_section
 from gradveil.report.sheets import Gallery, png
@@ -22,7 +23,7 @@ def audit_page(audit: AuditFolder, gallery: Gallery) -> str:
     """Return the whole page."""
     summary, costs = summarise(audit.rows, audit.schema), utility(audit.rows, audit.schema)
     style, script = ((files("gradveil.report") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    page_title = f"gradveil audit: {audit.settings.get('model', '')} on {audit.settings.get('dataset', '')}"
+    page_title = f"gradveil audit: {subject(audit.settings)}"
     shown = _sections(audit, gallery)
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown)
     content = "\n".join(html for _, _, html in shown)
@@ -99,6 +100,7 @@ def _data(audit: AuditFolder, gallery: Gallery) -> str:
     content = {
         "columns": [vars(column) for column in gallery.columns],
         "images": audit.images,
+        "classes": audit.class_names,
         "lines": drawn,
         "rows": rows_columns(audit.rows, audit.schema),
     }

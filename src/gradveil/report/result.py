@@ -8,13 +8,18 @@ from gradveil.federated.protocol import default_taps
 from gradveil.metrics.recognition import MORE_PSNR, MORE_SSIM, RECOGNISABLE
 from gradveil.report.audit_folder import AuditFolder
 from gradveil.report.blind import EXPLAINED, NAME, blind_lines
+from gradveil.report.glossary import glossed
 from gradveil.report.headline import percent, sentences
 from gradveil.report.markup import bullets, solid, spec
-from gradveil.report.names import failures
+from gradveil.report.names import failures, short_dataset, subject
 from gradveil.report.recovered import recovered
 from gradveil.report.sheets import Gallery
 from gradveil.report.summary import membership, seeks_pictures, strongest
 from gradveil.report.tables import NOTHING, adaptive
+from gradveil.report.verdict import DefenceVerdict, badge, judge, meaning, patients_section
+
+FEW_CLASSES = 5
+"""Classes that the first sentence names at most."""
 
 
 def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, Any]], costs: Sequence[Any]) -> str:
@@ -24,7 +29,7 @@ def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, An
     apart = recovered(audit.rows, audit.schema, audit.left_out)
     more = [sentence for sentence in more if sentence not in apart.values()]
     settings = audit.settings
-    facts = [f"{settings.get('model', '?')} on {settings.get('dataset', '?')}"]
+    facts = [subject(settings)]
     attacks_updates = bool(summary) or not membership(audit.rows, audit.schema)
     rebuilds = attacks_updates and (not summary or any(map(seeks_pictures, summary)))
     if attacks_updates:
@@ -33,14 +38,30 @@ def hero(audit: AuditFolder, gallery: Gallery, summary: Sequence[Mapping[str, An
         facts += protocol_words(settings)
     seeds = len({row["seed"] for row in audit.rows} | {cell.seed for cell in audit.cells})
     facts += [f"{seeds} seed{'s' if seeds != 1 else ''}"] if seeds else []
+    judged = judge(summary, costs)
+    undefended = [each for each in judged if each.defence == "none"]
+    if any(each.level == "leaks" and not each.recognisable[0] for each in undefended):
+        first, more = f"Undefended, {meaning(undefended[0])}", [first, *more]
     lead = f'<p class="lead">{solid(" ".join(more))}</p>' if more else ""
     definition = f"""<p class="definition"><b>Recognisable</b>: {_definition(audit, blind)}
 Each defence is judged by the attack that recovers most.</p>
 """
-    return f"""<section class="hero" aria-labelledby="result"><p class="facts">{escape(" · ".join(map(str, facts)))}</p>
-<h1 id="result">{solid(first)}</h1>
-{lead}{_apart(apart) * bool(audit.rows)}
-{definition * rebuilds}{_banner(audit, gallery)}{_ledger(audit.defences, summary, costs, blind)}</section>"""
+    verdict = "".join(f'<p class="verdict">{badge(each.level)} without protection</p>' for each in undefended)
+    told = glossed(f"{lead}{_apart(apart) * bool(audit.rows)}{definition * rebuilds}")
+    return f"""<section class="hero" aria-labelledby="result"><p class="attacked">{escape(attacked(audit))}</p>
+<p class="facts">{escape(" · ".join(map(str, facts)))}</p>
+{verdict}<h1 id="result">{solid(first)}</h1>
+{told}{_banner(audit, gallery)}{_ledger(audit.defences, summary, costs, blind, judged)}</section>
+{patients_section(judged)}"""
+
+
+def attacked(audit: AuditFolder) -> str:
+    """Return in one sentence what was attacked, for people outside the field."""
+    settings, classes = audit.settings, audit.class_names
+    sent = "the sum of what clients send" if settings.get("aggregation") == "secure" else "what single clients send"
+    kinds = f" ({', '.join(classes)})" if 0 < len(classes) <= FEW_CLASSES else ""
+    data = short_dataset(str(settings.get("dataset") or "?"))
+    return f"A server tried to compute private images of {data}{kinds} back from {sent} in a common training."
 
 
 def _apart(told: Mapping[str, str]) -> str:
@@ -115,8 +136,10 @@ def _ledger(
     summary: Sequence[Mapping[str, Any]],
     costs: Sequence[Mapping[str, Any]],
     blind: Sequence[Mapping[str, Any]],
+    judged: Sequence[DefenceVerdict],
 ) -> str:
-    """Return bars: what the strongest attack makes recognisable under each defence, beside the accuracy."""
+    """Return bars: what the strongest attack makes recognisable under each defence, beside verdict and accuracy."""
+    levels = {each.defence: each.level for each in judged}
     accuracy = {cost["defence"]: cost["accuracy"] for cost in costs}
     lines = ""
     for name in names:
@@ -127,6 +150,7 @@ def _ledger(
             worth = accuracy.get(name)
             lines += (
                 f'<tr><th scope="row">{spec(name)}</th><td class="bars">{bars}</td>'
+                f'<td class="text">{badge(levels[name]) if name in levels else NOTHING}</td>'
                 f"<td>{NOTHING if worth is None else percent(worth)}</td></tr>"
             )
     if not lines:
@@ -135,7 +159,7 @@ def _ledger(
     return f"""<div class="scroll"><table class="ledger"><thead><tr><th scope="col">Defence</th>
 <th scope="col">Recognisable to the strongest attack
 <span class="key"><i class="swatch"></i>plain <i class="swatch filled"></i>knows the defence</span></th>
-<th scope="col">Accuracy</th></tr></thead><tbody>{lines}</tbody></table></div>"""
+<th scope="col">Verdict</th><th scope="col">Accuracy</th></tr></thead><tbody>{lines}</tbody></table></div>"""
 
 
 def _blind(line: Mapping[str, Any]) -> str:
@@ -146,7 +170,7 @@ def _blind(line: Mapping[str, Any]) -> str:
         if line.get(key) is not None
     ]
     words = escape(f"{line['attack']}: {', '.join(figures)}" if figures else line["attack"])
-    return f'<tr><th scope="row">{NAME}</th><td class="bars">{words}</td><td>{NOTHING}</td></tr>'
+    return f'<tr><th scope="row">{NAME}</th><td class="bars">{words}</td><td class="text"></td><td>{NOTHING}</td></tr>'
 
 
 def _bar(line: Mapping[str, Any]) -> str:

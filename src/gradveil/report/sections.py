@@ -6,6 +6,7 @@ from typing import Any
 
 from gradveil.report.audit_folder import AuditFolder
 from gradveil.report.blind import EXPLAINED, IDENTIFIED, NAME, blind_level, chance
+from gradveil.report.glossary import glossary_list
 from gradveil.report.headline import percent
 from gradveil.report.markup import bullets, section, spec
 from gradveil.report.plane import Point, leak_columns, plane_svg, points
@@ -138,7 +139,7 @@ def _explained(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _filters(of: str, lines: Iterable[Mapping[str, Any]]) -> str:
-    lines = list(lines)
+    lines, label = list(lines), {"summary": "Filter the summary", "all": "Filter all rows"}[of]
 
     def select(name: str, values: Iterable[str]) -> str:
         options = "".join(f"<option>{escape(value)}</option>" for value in dict.fromkeys(values))
@@ -146,11 +147,13 @@ def _filters(of: str, lines: Iterable[Mapping[str, Any]]) -> str:
             f'<label>{name} <select data-facet="{name.lower()}"><option value="">all</option>{options}</select></label>'
         )
 
-    return f"""<div class="controls filters" data-for="{of}" role="search">
+    return f"""<div class="controls filters" data-for="{of}" role="search" aria-label="{label}">
 <label>Filter <input type="search" placeholder="any text" autocomplete="off"></label>
 {select("Defence", (line["defence"] for line in lines))}{select("Attack", (x["attack"] for x in lines if x["attack"]))}
 <label>Attacker <select data-facet="adaptive"><option value="">all</option><option>plain</option>
-<option>adaptive</option></select></label><span class="status" role="status"></span></div>"""
+<option>adaptive</option></select></label>
+<label><input type="checkbox" class="every-column">All columns</label>
+<span class="status" role="status"></span></div>"""
 
 
 def rows_section(audit: AuditFolder) -> str:
@@ -179,7 +182,7 @@ def about_section(audit: AuditFolder, summary: Sequence[Mapping[str, Any]]) -> s
         "about",
         "About",
         f"""<h3>What the attacker knew</h3>{knowledge(summary)}
-<h3>Repeat it</h3><pre><code>{_command(audit.settings)}</code></pre>{METHOD}
+{glossary_list()}<h3>Repeat it</h3><pre><code>{_command(audit.settings)}</code></pre>{METHOD}
 <details><summary>All settings</summary><dl>{values}</dl></details>""",
     )
 

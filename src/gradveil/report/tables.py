@@ -10,6 +10,11 @@ from gradveil.report.summary import recovered
 from gradveil.rows import KINDS, Column, Schema
 
 NOTHING = "–"
+CORE = frozenset(
+    ("defence", "attack", "adaptive", "n", "recognisable", "psnr", "psnr_worst", "ssim", "identified",
+     "not_converged", "accuracy", "epsilon_training", "kind", "seed", "target", "round", "converged")
+)  # fmt: skip
+"""Columns that a page shows at first; a box shows all."""
 
 
 def shown(column: Column, line: Mapping[str, Any]) -> str:
@@ -42,7 +47,7 @@ def page_columns(lines: Sequence[Mapping[str, Any]], schema: Schema, *tables: st
 
 
 def _th(column: Column) -> str:
-    kind = "text" if column.is_text else "number"
+    kind = _class(column)
     hint = f' title="{escape(column.help)}"' if column.help else ""
     text = escape(column.head)
     return f'<th scope="col" class="{kind}" aria-sort="none"><button type="button"{hint}>{text}</button></th>'
@@ -60,7 +65,12 @@ def _td(column: Column, line: Mapping[str, Any]) -> str:
     sort = "" if column.is_text or value is None else f' data-v="{value:.10g}"'
     tag = 'th scope="row"' if column.key == "defence" else "td"
     content = spec(text) if column.key in SPECS else escape(text)
-    return f'<{tag} class="{"text" if column.is_text else "number"}"{sort}>{content}</{tag.split()[0]}>'
+    head = f' data-head="{escape(column.head)}"'
+    return f'<{tag} class="{_class(column)}"{sort}{head}>{content}</{tag.split()[0]}>'
+
+
+def _class(column: Column) -> str:
+    return f"{'text' if column.is_text else 'number'}{'' if column.key in CORE else ' more'}"
 
 
 def adaptive(knows: bool) -> str:
@@ -79,7 +89,13 @@ def rows_columns(rows: Sequence[Mapping[str, Any]], schema: Schema) -> list[dict
     for column in page_columns(rows, schema, *kinds):
         note = column.format == "note"
         kind = "text" if column.is_text else column.format
-        entry: dict[str, Any] = {"key": column.key, "head": column.head, "kind": kind, "note": note}
+        entry: dict[str, Any] = {
+            "key": column.key,
+            "head": column.head,
+            "kind": kind,
+            "note": note,
+            "more": column.key not in CORE,
+        }
         there = [column.key in own[row["kind"]] for row in rows]
         if column.is_text:
             cells = [_words(column, row) if here else "" for row, here in zip(rows, there, strict=True)]

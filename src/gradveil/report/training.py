@@ -14,6 +14,7 @@ from gradveil.federated.learning import warning_of
 from gradveil.metrics import schema_of
 from gradveil.metrics.epsilon_hat import exceeding
 from gradveil.report.curves import draw_curves
+from gradveil.report.names import short_names, subject
 from gradveil.report.training_folder import read_training
 from gradveil.rows import Column
 from gradveil.storage import write_atomic
@@ -47,7 +48,7 @@ def write_page(
     worst = sorted(clients, key=_own_accuracy)[:50]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>gradveil: {escape(settings.model)} on {escape(settings.dataset)}</title><style>{STYLE}</style></head><body>
+<title>gradveil: {escape(subject(vars(settings)))}</title><style>{STYLE}</style></head><body>
 <h1>{escape(headline(settings, rows))}</h1>
 {"".join(f"<p><strong>{escape(text)}</strong></p>" for text in alarms if text)}<p>{escape(told)}</p>
 <img alt="Accuracy and loss over the rounds" src="data:image/png;base64,{picture}">
@@ -82,7 +83,9 @@ def rewrite_page(folder: Path) -> Path:
 def headline(settings: TrainSettings, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the result in a sentence."""
     last = _evaluated(rows)
-    names = f"{settings.model} on {settings.dataset}, defence {settings.defence}"
+    names = (
+        f"{subject(vars(settings))}, defence {short_names([settings.defence]).get(settings.defence, settings.defence)}"
+    )
     if not last and rows and "round" in rows[-1]:  # sites gave no score
         return f"{names}: after {rows[-1]['round']} rounds with {settings.clients} clients, the accuracy is not known."
     if not last:
