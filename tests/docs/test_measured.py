@@ -1,5 +1,6 @@
 """Tables of the manual that benchmarks generate are those of their result files."""
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -101,3 +102,19 @@ def test_the_speed_beside_a_plain_loop_is_the_measured_one():
     assert max(line["apart"] for line in measured) < 1e-5  # float32
     assert min(line["ratio"] for line in measured if line["model"] != "mlp") > 0.95  # "noise"
     assert min(line["ratio"] for line in measured if line["model"] == "mlp") < 0.95  # "slower than the loop"
+
+
+def test_what_was_killed_and_searched_over_flower_is_as_measured(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = importlib.import_module("flower_processes")
+    document = json.loads((ROOT / "results" / "flower-processes.json").read_text())
+    page, figures = (ROOT / "docs" / "flower.md").read_text(), document["figures"]
+    wanted = [*(benchmark.table(document, part) for part in figures), *document["commands"].values(), document["date"]]
+    assert [text for text in wanted if text not in page] == []
+    assert figures["server"]["equals simulation"]  # "bit for bit"
+    assert figures["server"]["rounds"] == [1, 2, 3, 4, 5, 6]
+    assert all(each["finished"] for each in figures["nodes"]["kills"])
+    control, secure = figures["bytes"]["runs"]["single updates"], figures["bytes"]["runs"]["secure sums"]
+    assert min(control["traffic"]["updates"], control["memory"][0]["found"]["updates"]) > 0
+    found = [secure["traffic"], secure["files"], *(look["found"] for look in secure["memory"])]
+    assert not any(count for places in found for count in places.values())
