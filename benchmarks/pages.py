@@ -83,15 +83,40 @@ def _mean(values: Sequence[float] | None) -> str:
     return f"{statistics.fmean(values):.2f}" if values else "not measured"
 
 
+def _line_of(row: Mapping[str, Any]) -> str:
+    """Return the line of the tripwire's table to which a kind of model belongs."""
+    if row["kind"] == "honest" and not re.search("Hardtanh|ReLU6", row["name"]):
+        return "honest models of the zoo: false alarms"
+    if row["kind"] == "one-shot" and re.search("two rows.*noise 100 %", row["name"]):
+        return "one-shot imprint in two rows of the first layer, noise of 100 %: found"
+    return {
+        "honest": "honest, bounded activations: false alarms",
+        "saturated": "honest, bounded activations and large weights: false alarms",
+        "imprint": "imprint, with its mild variants: found",
+        "one-shot": "one-shot and sparse imprints, all other variants: found",
+        "trap-weights": "trap weights, with their mild variants: found",
+    }[row["kind"]]
+
+
 def tripwire(result: Mapping[str, Any]) -> str:
-    """Return the table of alarms by kind of model and data set."""
-    found: dict[tuple[str, str], list[int]] = {}
+    """Return the table of the tripwire's alarms by kind of model, and a list of false and missed ones."""
+    datasets, lines = dict.fromkeys(row["dataset"] for row in result["rows"]), dict[str, list[Mapping[str, Any]]]()
     for row in result["rows"]:
-        total = found.setdefault((row["kind"], row["dataset"]), [0, 0])
-        total[0] += row["alarms"]
-        total[1] += row["models"]
-    rows = [[kind, dataset, f"{alarms} of {models}"] for (kind, dataset), (alarms, models) in found.items()]
-    return _table(["models", "data", "alarms"], rows)
+        lines.setdefault(_line_of(row), []).append(row)
+
+    def counted(rows: Sequence[Mapping[str, Any]], dataset: str) -> str:
+        own = [row for row in rows if dataset in ("", row["dataset"])]
+        return f"{sum(row['alarms'] for row in own)} of {sum(row['models'] for row in own)}"
+
+    cells = [[title, *(counted(rows, name) for name in (*datasets, ""))] for title, rows in sorted(lines.items())]
+    wrong = []
+    for row in result["rows"]:
+        honest = row["kind"] in ("honest", "saturated")
+        count = row["alarms"] if honest else row["models"] - row["alarms"]
+        said = f"{count} of {row['models']} {'false alarms' if honest else 'missed'}"
+        by = " by " + ", ".join(f"`{check}`" for check in row["by"]) if honest else ""
+        wrong += [f"- {row['dataset']}, {row['kind']}, {row['name']}: {said}{by}"] if count else []
+    return "\n".join([_table(["", *datasets, "together"], cells), "", *wrong])
 
 
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {

@@ -172,8 +172,19 @@ def test_a_defence_that_cannot_be_played_without_a_clients_state_is_named(spec, 
     seen, _ = watched("none", "defence", targets=2)
     seen._facts[Knowledge.DEFENCE] = build_defence(f"{tmp_path / 'own.py'}:Stateful")
     found = build_attack(spec)(seen, torch.Generator().manual_seed(0))
-    assert "clients with public images can't be played: Defence 'stateful' needs the key" in found.why[0]
-    assert bool(found.images.isfinite().all()) == spec.startswith("standard")  # which still has its search
+    assert "can't be played: Defence 'stateful' needs the key" in found.why[0]
+    assert bool(found.images.isfinite().all())
+
+
+def test_knowing_a_defence_that_cannot_be_played_does_not_make_learned_inversion_worse(tmp_path):
+    (tmp_path / "own.py").write_text(STATEFUL)
+    seen, truth = watched("none", "defence", targets=2)
+    attack, blind = build_attack("lti:samples=300"), float((truth.mean((0, 1)) - truth).square().mean())
+    seen._facts[Knowledge.DEFENCE] = build_defence(f"{tmp_path / 'own.py'}:Stateful")
+    found = attack(seen, torch.Generator().manual_seed(0))
+    assert found.why[0].startswith("clients were played without the defence")
+    assert "300 played updates" in found.why[0]
+    assert error(found, truth) < 0.6 * blind
 
 
 @pytest.mark.parametrize("spec", ["lti:samples=40", "standard:iterations=4,samples=40", "cpa:iterations=4"])

@@ -93,7 +93,9 @@ def test_the_time_of_an_attack_is_that_of_its_steps_and_few_of_them_are_tried(ow
 
 
 def test_the_estimate_changes_no_row(small, tmp_path):
-    settings = small(defences="gaussian:std=0.1", attacks="gs:iterations=5,labels,boundary:queries=64", adaptive=True)
+    settings = small(
+        defences="gaussian:std=0.1", attacks="gs:iterations=5,labels,boundary:queries=64", adaptive=True, canaries=8
+    )
     without = audit(settings, tmp_path / "without", workers=0)
     found = estimate(settings, load_dataset(settings.dataset), plan(settings))
     assert all(piece.seconds is not None for piece in found.pieces)

@@ -1,7 +1,7 @@
 """Learning to invert (LTI): learn from played public images what update belongs to what image."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -33,7 +33,8 @@ class Lti(Attack):
     makes updates of any size equally long.
 
     Needs: the number of examples and public images of the same kind; for several local steps how clients train. Known
-    labels are used. Knowing the defence it plays the defence, otherwise clients without one.
+    labels are used. Knowing the defence it plays the defence, otherwise (or if a defence can't be played without a
+    client's private state) clients without one.
     Fails: if public images are few or of another kind; in strong noise, where searches that know the network's
     equations make better use of the same images (ggl).
     Reference: Wu et al. 2023, https://arxiv.org/abs/2210.10880, Algorithm 1, and the authors' code (three hidden layers
@@ -84,7 +85,11 @@ class Lti(Attack):
         try:
             inverter = self.inverter(seen, rng)
         except DefenceError as error:  # it needs a client's private state, which the server can't have
-            return nothing(seen, labels, f"clients with public images can't be played: {error}")
+            if not seen.knows(Knowledge.DEFENCE):
+                return nothing(seen, labels, f"clients with public images can't be played: {error}")
+            plain = self.run(seen.without(Knowledge.DEFENCE), rng)
+            why = f"clients were played without the defence, which can't be played: {error}"
+            return replace(plain, why=tuple(f"{why}; {told}" for told in plain.why))
         images = self.guess(inverter, seen, seen.mean_gradients, labels)
         rebuilt = -10 * torch.tensor(inverter.error).clamp_min(1e-12).log10()
         told = f"learned from {self.samples:,} played updates; {rebuilt:.1f} dB on public images that were held out"

@@ -80,7 +80,8 @@ class WholeBatches(Attack):
 
     def out_of_reach(self, network: nn.Module, shape: tuple[int, int, int], images: int, local_steps: int) -> str:
         """Return why the updates have too many local steps, or the layer does not fit them, or ""."""
-        return self.too_large(images, local_steps) or self.unfit(network, shape, images).rstrip(".")
+        unfit = self.unfit(network, shape, images).rstrip(".")
+        return self.too_large(images, local_steps) or (f"does not fit: {unfit}" if unfit else "")
 
     @abstractmethod
     def recover(self, seen: Observation, known: Layers, rng: torch.Generator) -> Reconstruction:

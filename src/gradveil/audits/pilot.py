@@ -198,6 +198,7 @@ class Pilot:
         settings = replace(
             self.settings,
             rounds=0,
+            canaries=0,  # they are played in trainings
             tap=(),
             targets=tried,
             images=whole,

@@ -88,6 +88,8 @@ def protocol_words(settings: Mapping[str, Any]) -> list[str]:
     Example:
         >>> protocol_words({"protocol": "lab", "images": 1, "rounds": 500, "tap": [1, 500]})
         ['lab protocol: in each of 500 rounds, every client sends the gradient of 1 image; rounds 1, 500 were attacked']
+        >>> protocol_words({"protocol": "lab", "images": 2, "rounds": 1})
+        ['lab protocol: in the only round, every client sends the gradient of 2 images; round 1 was attacked']
     """
     name, rounds, images = settings.get("protocol"), settings.get("rounds") or 0, settings.get("images") or 1
     if name not in ("lab", "fedavg"):
@@ -100,9 +102,8 @@ def protocol_words(settings: Mapping[str, Any]) -> list[str]:
         return [f"{name} protocol without training: every client sends {what}, once"]
     taps = ", ".join(map(str, settings.get("tap") or default_taps(rounds)))
     when = f"rounds {taps} were" if "," in taps else f"round {taps} was"
-    return [
-        f"{name} protocol: in each of {rounds:,} rounds, every client sends {what}{_seen(settings)}; {when} attacked"
-    ]
+    often = f"in each of {rounds:,} rounds" if rounds > 1 else "in the only round"
+    return [f"{name} protocol: {often}, every client sends {what}{_seen(settings)}; {when} attacked"]
 
 
 def _seen(settings: Mapping[str, Any]) -> str:
@@ -165,7 +166,7 @@ def _ledger(
 def _blind(line: Mapping[str, Any]) -> str:
     """Return the ledger's line of a blind guess, which the pictures of the others must beat."""
     figures = [
-        text.format(line[key])
+        text.format(round(line[key], 2) + 0.0)  # no minus before a zero
         for key, text in (("psnr", "{:.1f} dB"), ("ssim", "SSIM {:.2f}"))
         if line.get(key) is not None
     ]
