@@ -97,7 +97,7 @@ def test_the_weight_of_total_variation_is_best_for_public_images(tmp_path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1", "2", "5", "7", "fig2", "encodings"])
+@pytest.mark.parametrize("name", ["1", "2", "3", "4", "5", "6", "7", "fig2", "encodings"])
 def test_an_experiment_runs(tmp_path, real_data, name):
     rows, out = smoke(name, tmp_path, real_data)
     figures = [value for row in rows for key, value in row.items() if isinstance(value, float)]
@@ -106,5 +106,7 @@ def test_an_experiment_runs(tmp_path, real_data, name):
     if name in "12":
         assert [row["defence"] for row in rows][-2:] == ["LODA_1", "LODA_2"]
         assert all(row["psnr"] <= row["psnr_max"] for row in rows)
+    if name in "34":
+        assert rows[-1]["defence"] == "LODA_3"
     if name == "fig2":
         assert (out / "pictures.png").stat().st_size > 1000

@@ -213,8 +213,9 @@ def reproduce_command(  # noqa: PLR0913 - one argument for each option
 
     Finished experiments are not run again unless their sources or data changed.
     """
-    from gradveil.reproduce import reproduce
+    from gradveil.reproduce import papers, reproduce
     from gradveil.reproduce.base import to_markdown
+    from gradveil.reproduce.pages import counted, judged, records_below
 
     with bar("") as move, contextlib.redirect_stdout(sys.stderr):
         documents = reproduce(
@@ -228,9 +229,13 @@ def reproduce_command(  # noqa: PLR0913 - one argument for each option
             data_root=data_root,
             progress=lambda share, doing: move(share, 1, doing),
         )
+    chosen = papers()[paper]
+    verdicts = judged(chosen, records_below(chosen, out))
     if as_json:
-        print_json({"out": str(out), "experiments": documents})
+        told = [{"claim": one.claim.id, "verdict": one.verdict, "why": one.why} for one in verdicts]
+        print_json({"out": str(out), "experiments": documents, "verdicts": told})
         return
     for document in documents:
         say(to_markdown(document))
+    say(f"{counted(verdicts)}.")
     say(f"Look at them: {out / f'{paper}.html'}")

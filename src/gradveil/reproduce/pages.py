@@ -46,7 +46,7 @@ def counted(verdicts: Sequence[Judged]) -> str:
     """
     found = Counter(one.verdict for one in verdicts)
     parts = [f"{found[verdict]} {verdict}" for verdict in VERDICTS if found[verdict]]
-    return f"{len(verdicts)} claims" + (f": {', '.join(parts)}" if parts else "")
+    return f"{len(verdicts)} claim{'s' * (len(verdicts) != 1)}" + (f": {', '.join(parts)}" if parts else "")
 
 
 def _apart(verdicts: Sequence[Judged]) -> tuple[list[Judged], list[Judged]]:
@@ -174,16 +174,18 @@ def _picture(path: Path) -> str:
     return f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
 
 
-def write_html(paper: Paper, out: Path) -> Path:
-    """Write the page of the experiments of a paper that are finished below ``out``; return its path."""
+def records_below(paper: Paper, out: Path) -> dict[str, Record]:
+    """Return the records of the experiments of a paper that are finished below ``out``, in the paper's order."""
     found = (json.loads(path.read_bytes()) for path in sorted(out.glob("*/results.json")))
     mine = [document for document in found if document.get("paper") == paper.name]
     order = {name: place for place, name in enumerate(paper.experiments)}
-    records = {
-        document["table"]: record_of([document]) for document in sorted(mine, key=lambda one: order[one["table"]])
-    }
+    return {document["table"]: record_of([document]) for document in sorted(mine, key=lambda one: order[one["table"]])}
+
+
+def write_html(paper: Paper, out: Path) -> Path:
+    """Write the page of the experiments of a paper that are finished below ``out``; return its path."""
     path = out / f"{paper.name}.html"
-    write_atomic(path, html_page(paper, records, out).encode())
+    write_atomic(path, html_page(paper, records_below(paper, out), out).encode())
     return path
 
 
