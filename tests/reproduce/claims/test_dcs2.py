@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradveil.reproduce.claims import claims_of, judge
+from gradveil.reproduce.claims import TooLittle, claims_of, judge
 
 CLAIMS = {claim.id: claim for claim in claims_of("dcs2")}
 
@@ -37,3 +37,8 @@ def test_entries_are_compared_by_the_authors_metric():
 
 def test_a_combination_is_compared_with_the_better_of_both():
     assert CLAIMS["7-combined"].measure([row("Prune", 14.0), row("DCS2", 8.0), row("Prune & DCS2", 9.0)]) == -1
+
+
+def test_an_attack_that_fails_without_defence_decides_nothing():
+    with pytest.raises(TooLittle, match="without defence the attack reaches"):
+        CLAIMS["1-mnist-best"].measure([{**one, "psnr": 8.0} for one in ROWS])

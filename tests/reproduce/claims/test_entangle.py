@@ -35,7 +35,8 @@ def attack(defence, attacker, mse, model="lenet5"):
 
 
 def test_the_weakest_network_and_the_strongest_rival_decide():
-    rows = [attack("none", "plain", 0.001), attack("entangle:beta=0.7", "plain", 0.1),
+    rows = [attack("none", "plain", 0.001), attack("none", "plain", 0.001, "lenet-dlg"),
+            attack("entangle:beta=0.7", "plain", 0.1),
             attack("entangle:beta=0.7", "plain", 0.3, "lenet-dlg"), attack("pogz:alpha=1.0", "plain", 0.05),
             attack("ca-fl:epsilon=5", "plain", 0.2), attack("entangle:beta=0.7", "knows it", 0.001)]  # fmt: skip
     runs = [{"scale": "small", "seed": 0, "rows": rows}]
@@ -43,6 +44,13 @@ def test_the_weakest_network_and_the_strongest_rival_decide():
     assert judge("entangle", CLAIMS["6-hidden"], runs).verdict == "holds"
     assert judge("entangle", CLAIMS["6-hidden-known"], runs).verdict == "fails"
     assert judge("entangle", CLAIMS["6-undefended"], runs).verdict == "holds"
+
+
+def test_networks_on_which_the_attack_fails_without_defence_do_not_count():
+    rows = [attack("none", "plain", 0.2), attack("entangle:beta=0.7", "plain", 0.2), attack("pogz:a=1", "plain", 0.1)]
+    for name in ("6-hidden", "6-mnist"):
+        with pytest.raises(TooLittle, match="GS fails without defence"):
+            CLAIMS[name].measure(rows)
 
 
 def test_differences_of_membership_are_in_standard_errors():

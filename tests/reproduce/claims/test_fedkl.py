@@ -33,3 +33,10 @@ def test_a_key_is_told_from_random_ones_and_the_lock_has_a_share():
             for key, gap in (("average", 80.0), ("random", 0.0))]  # fmt: skip
     assert CLAIMS["3-LeNet MNIST"].measure(rows) == 80
     assert CLAIMS["3-share-LeNet MNIST"].measure(rows) == pytest.approx(22.43 - 16.62)
+
+
+def test_an_attack_that_fails_without_lock_decides_nothing():
+    rows = [{"dataset": "mnist", "attack": "grnn", "defence": name, "ssim": 0.1} for name in ("none", "FedKL")]
+    with pytest.raises(TooLittle, match="without defence the attack reaches"):
+        CLAIMS["6-grnn-mnist-locked"].measure(rows)
+    assert CLAIMS["6-grnn-mnist-plain"].measure(rows) == 0.1

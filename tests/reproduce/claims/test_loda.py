@@ -36,3 +36,9 @@ def test_the_trade_off_goes_from_the_smallest_to_the_largest_weight():
 def test_every_network_counts():
     rows = [{"data": "CIFAR10", "a": 0.9, "b": 0.8, "paper": ""}, {"data": "LODA_2", "a": 0.85, "b": 0.7, "paper": ""}]
     assert CLAIMS["7"].measure(rows) == pytest.approx(10)
+
+
+def test_an_attack_that_fails_without_defence_decides_nothing():
+    rows = [{"defence": name, "psnr": 9.0} for name in ("no defence", "LODA_1", "InstaHide k=4")]
+    with pytest.raises(TooLittle, match="without defence the attack reaches"):
+        CLAIMS["1-loda"].measure(rows)

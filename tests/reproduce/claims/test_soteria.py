@@ -43,12 +43,21 @@ def test_a_training_that_learned_nothing_decides_nothing():
 
 def test_rates_are_compared_one_by_one():
     rows = [{"defence": name, "adaptive": False, "mse": mse, "recognisable": seen} for name, mse, seen in (
+        ("none", 0.001, "8 of 8"),
         ("soteria:prune=0.5", 0.4, "0 of 8"), ("prune:fraction=0.5", 0.2, "8 of 8"),
         ("soteria:prune=0.8", 0.3, "1 of 8"), ("prune:fraction=0.8", 0.6, "7 of 8"),
     )]  # fmt: skip
     assert CLAIMS["6-rate"].measure(rows) == pytest.approx(0.5)
     assert CLAIMS["6-soteria"].measure(rows) == 0
     assert CLAIMS["6-prune"].measure(rows) == pytest.approx(7 / 8)
+
+
+def test_an_attack_that_fails_without_defence_decides_nothing():
+    weak = {"defence": "none", "adaptive": False, "mse": 0.06, "recognisable": "0 of 8"}
+    rows = [weak, {**weak, "defence": "soteria:prune=0.5"}, {**weak, "defence": "prune:fraction=0.5"}]
+    for name in ("6-rate", "6-soteria"):
+        with pytest.raises(TooLittle, match="without defence the attack reaches"):
+            CLAIMS[name].measure(rows)
 
 
 def test_the_correlations_of_table_1():

@@ -15,7 +15,8 @@ PLAIN, KNOWING = "plain", "knows the defence"
 RULE = (
     "The rule is the same for every claim: it **holds** if the figure of every seed lies in the stated range, "
     "**fails** if that of no seed does, and is **undecided** if seeds disagree, if they are fewer than the claim "
-    "needs, if the scale is smaller than it needs, or if the rows lack what it needs (the reason is stated)."
+    "needs, if the scale is smaller than it needs, or if the rows lack what it needs, such as an attack that works and a training "
+    "that learns without defence. The reason is stated. Claims about accuracy need three seeds, others one."
 )
 
 Rows = Sequence[Mapping[str, Any]]
@@ -221,3 +222,11 @@ def learned(rows: Rows, least: float, key: str = "accuracy", /, **wanted: Any) -
     if found < least:
         raise TooLittle(f"the undefended training reaches {found:.3g} only; a loss can be told from {least:g}")
     return found
+
+
+def works(figure: float, least: float, what: str) -> None:
+    """Raise `TooLittle` if an attack achieves less than ``least`` without defence, so that nothing can be told."""
+    if figure < least:
+        raise TooLittle(
+            f"without defence the attack reaches {figure:.3g} only ({what}); a defence can be told from {least:g}"
+        )

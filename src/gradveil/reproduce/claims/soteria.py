@@ -1,6 +1,7 @@
 """The claims of Soteria (Sun et al. 2021)."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from gradveil.reproduce.claims import (
     numbers,
     share,
     where,
+    works,
 )
 
 TABLE_1 = {
@@ -96,6 +98,12 @@ UNRECOGNISABLE = 0.1
 """MSE on [0, 1] from which an image counts as not recognisable: that of a black image on MNIST."""
 
 
+def _inverts(rows: Rows) -> None:
+    """Raise `TooLittle` unless the best attack reconstructs images that have no defence."""
+    best = min((float(row["mse"]) for row in where(rows, defence="none")), default=1.0)
+    works(-10 * math.log10(best), 16, "dB")
+
+
 def _on(dataset: str, rows: Rows) -> Rows:
     return [row for row in rows if row["dataset"].startswith(dataset)]
 
@@ -104,6 +112,7 @@ def _hidden_loss(rows: Rows, *families: str) -> list[float]:
     """Return the accuracy lost by each setting of these defences that makes images unrecognisable to every attack."""
     rows = _on("mnist", rows)
     best = learned(rows, LEARNED)
+    _inverts(rows)
     specs = dict.fromkeys(row["defence"] for family in families for row in where(rows, defence=family))
     hidden = [spec for spec in specs if min(row["mse"] for row in where(rows, defence=spec)) > UNRECOGNISABLE]
     if not hidden:
@@ -115,6 +124,7 @@ def _times(rows: Rows) -> float:
     """Return Soteria's largest MSE over that of the baselines, each at its most private setting without loss."""
     rows = _on("mnist", rows)
     best = learned(rows, LEARNED)
+    _inverts(rows)
 
     def most(*families: str) -> float:
         specs = {row["defence"] for family in families for row in where(rows, defence=family)}
@@ -129,6 +139,7 @@ def _times(rows: Rows) -> float:
 def _at_rate(key: str, family: str, rates: tuple[float, ...]) -> Callable[[Rows], float]:
     def measure(rows: Rows) -> float:
         names = {"soteria": "soteria:prune", "prune": "prune:fraction"}
+        works(max(share(row[key]) for row in where(rows, defence="none")), 0.5, "share of images recognisable")
         found = [row for rate in rates for row in where(rows, defence=f"{names[family]}={rate}")]
         if not found:
             raise TooLittle(f"no row at {', '.join(map(str, rates))}")
@@ -139,6 +150,7 @@ def _at_rate(key: str, family: str, rates: tuple[float, ...]) -> Callable[[Rows]
 
 def _ratio_at_same_rate(rows: Rows) -> float:
     """Return the smallest ratio of the MSE of Soteria to that of pruning at one rate."""
+    _inverts(rows)
     rates = {row["defence"].partition("=")[2] for row in where(rows, defence="soteria")}
     return min(
         mean_of(rows, "mse", defence=f"soteria:prune={rate}") / mean_of(rows, "mse", defence=f"prune:fraction={rate}")
