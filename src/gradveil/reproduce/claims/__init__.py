@@ -15,8 +15,9 @@ PLAIN, KNOWING = "plain", "knows the defence"
 RULE = (
     "The rule is the same for every claim: it **holds** if the figure of every seed lies in the stated range, "
     "**fails** if that of no seed does, and is **undecided** if seeds disagree, if they are fewer than the claim "
-    "needs, if the scale is smaller than it needs, or if the rows lack what it needs, such as an attack that works and a training "
-    "that learns without defence. The reason is stated. Claims about accuracy need three seeds, others one."
+    "needs, if the scale is smaller than it needs, or if the rows lack what it needs, such as an attack that works "
+    "and a training that learns without defence. The reason is stated. Claims about accuracy need three "
+    "seeds, others one."
 )
 
 Rows = Sequence[Mapping[str, Any]]
