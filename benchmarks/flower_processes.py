@@ -3,10 +3,11 @@
 Every part starts a SuperLink and SuperNodes (`gradveil.engines.quick_node`) as processes of this machine, and ends them
 by their ids. Figures are added to those in --out. Run from the root of the repository:
 
-    python benchmarks/flower_processes.py server bytes nodes
+    python benchmarks/flower_processes.py server bytes nodes fuzz
 
 ``nodes`` kills nodes in each step of a secure sum, ``server`` kills the server (benchmarks/flower_kills.py), ``bytes``
-searches traffic, files and memory (benchmarks/flower_bytes.py).
+searches traffic, files and memory (benchmarks/flower_bytes.py), ``fuzz`` lets nodes send broken answers
+(benchmarks/flower_fuzz.py).
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any
 
 BIN = Path(sys.executable).parent
 NODE = [sys.executable, "-m", "gradveil.engines.quick_node"]
-PARTS = {"server": "flower_kills", "bytes": "flower_bytes", "nodes": "flower_kills"}
+PARTS = {"server": "flower_kills", "bytes": "flower_bytes", "nodes": "flower_kills", "fuzz": "flower_fuzz"}
 FAILURES = 900.0
 """Seconds after which something that should have happened counts as failed."""
 
@@ -183,7 +184,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("results/flower-processes.json"))
     parser.add_argument("--folder", type=Path, default=None, help="keep logs and runs here")
-    parser.add_argument("--most", type=int, default=0, help="kills of nodes; 0 is 20")
+    parser.add_argument("--most", type=int, default=0, help="kills of nodes, 0 is 20; broken answers, 0 is 1,000")
     given = parser.parse_args()
     document = json.loads(given.out.read_text()) if given.out.exists() else {"commands": {}, "figures": {}}
     for part in given.parts:
