@@ -123,13 +123,13 @@ def call(command: list[str], env: dict[str, str]) -> str:
     return done.stdout
 
 
-def turn_away(folder: Path, port: int, env: dict[str, str]) -> None:
+def turn_away(folder: Path, port: int, env: dict[str, str], seconds: float) -> None:
     """Start a node whose key is not registered. Raise unless the SuperLink refuses it (Flower's exit code 305)."""
     make_keys(folder / "stranger", ["stranger"], 1)
     command = node_command(folder, port, SITES)
     command[command.index(str(folder / "keys" / f"node-{SITES}"))] = str(folder / "stranger" / "node-0")
     with started(command, folder / "stranger.log", env) as stranger:
-        stranger.wait(120)
+        stranger.wait(seconds)
     if "Exit Code: 305" not in (folder / "stranger.log").read_text(errors="replace"):
         raise SystemExit(f"An unregistered node must be turned away, got the opposite. See {folder}/stranger.log.")
     print("A node whose key is not registered was turned away.", flush=True)
@@ -142,14 +142,14 @@ def federation(given: argparse.Namespace, folder: Path) -> None:
     deal(given.data, folder)
     write_policies(folder, given.defence, given.model, given.epsilon, given.aggregation)
     with started(server_command(folder, port), folder / "superlink.log", env) as server:
-        wait_for(folder / "superlink.log", "Uvicorn running", server)
+        wait_for(folder / "superlink.log", "Uvicorn running", server, given.wait)
         for number in range(SITES):
             call(["flwr", "supernode", "register", str(folder / "keys" / f"node-{number}.pub"), "hospital"], env)
-        turn_away(folder, port, env)
+        turn_away(folder, port, env, given.wait)
         nodes = [started(node_command(folder, port, n), folder / f"node-{n}.log", env) for n in range(SITES)]
         with nodes[0] as one, nodes[1] as two, nodes[2] as three:
             for number, node in enumerate((one, two, three)):
-                wait_for(folder / f"node-{number}.log", "SuperNode ID", node)
+                wait_for(folder / f"node-{number}.log", "SuperNode ID", node, given.wait)
             out, app, bits = folder / "run", str(HERE.parent / "flower"), 22 if given.aggregation == "secure" else 0
             settings = (
                 f"defence='{given.defence}' model='{given.model}' dataset='{folder}/test.npz' clients={SITES} "
@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epsilon", type=float, default=20.0, help="what each site agrees to spend in all runs")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--wait", type=float, default=120, help="seconds within which each process must have started")
     parser.add_argument("--out", type=Path, help="keep all files here (a new folder)")
     parser.add_argument("--record", type=Path, help="write a summary as JSON")
     given = parser.parse_args()

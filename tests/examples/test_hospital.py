@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -103,3 +105,49 @@ def test_what_was_started_is_ended(parts, tmp_path):
     with pytest.raises(SystemExit, match="must contain 'never'"), ended as process:
         run.wait_for(tmp_path / "log", "never", process)
     assert subprocess.run([sys.executable, str(FOLDER / "run.py"), "--help"], check=True, capture_output=True).stdout
+
+
+def free_port():
+    """Return a port that is free together with those of the example's nodes above it."""
+    for port in range(20000 + os.getpid() % 400 * 20, 30000, 20):
+        try:
+            for each in (port, *range(port + 10, port + 14)):
+                with socket.socket() as found:
+                    found.bind(("127.0.0.1", each))
+        except OSError:
+            continue
+        return port
+    raise AssertionError("No free port was found.")
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_whole_example_trains_with_tls_known_nodes_and_secure_sums(tmp_path):
+    pytest.importorskip("flwr", reason="the example needs Flower: pip install 'gradveil[flower]'")
+    out, options = tmp_path / "out", ["--rounds", "2", "--port", str(free_port()), "--wait", "900"]
+    process = subprocess.Popen(
+        [sys.executable, str(FOLDER / "run.py"), *options, "--out", str(out)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=3600)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 0, said
+    assert "A node whose key is not registered was turned away." in said
+    rows = read_lines(out / "run" / "rows.jsonl")
+    assert [(row["round"], row["clients"]) for row in rows] == [(1, 3), (2, 3)]
+    assert 'aggregation = "secure"' in (out / "run" / "settings.toml").read_text()
+    for number in range(3):
+        answered = read_lines(out / f"private-{number}" / f"history-{number}.jsonl")
+        assert [line["round"] for line in answered if line["work"] == "train"] == [1, 2]
+        assert 0 < answered[0]["total"] < answered[-1]["total"] <= 20
+    models = {
+        tuple(line["model"] for line in read_lines(out / f"private-{n}" / f"broadcasts-{n}.jsonl")) for n in range(3)
+    }
+    assert len(models) == 1  # all sites received the same
