@@ -29,6 +29,18 @@ def test_our_own_entries_are_accepted():
     assert [fault for entry in ENTRIES for fault in leaderboard.faults(entry)] == []
 
 
+def test_the_attacks_on_veil_are_pooled_over_their_seeds():
+    row = {"view": "client", "partition": "iid", "mu": 3, "bound": 0.5, "images": 40}
+    psnr = ({"lti": 10.0, "linear": 13.0, "blind": 9}, {"lti": 11.0, "linear": 7.0, "blind": 9})
+    rows = [{**row, "seed": seed, "picked": seed + 1, "psnr": psnr[seed]}
+            for seed in (0, 1)]  # fmt: skip
+    others = [{**rows[0], "view": "sum"}, {**rows[0], "bound": 1.0}, {**rows[0], "partition": "dirichlet"}]
+    document = {"attacked": [*rows, *others], "command": "c", "date": "2026-11-18", "versions": {"gradveil": "1"}}
+    (entry,) = leaderboard.from_veil_attacked(document)
+    assert leaderboard.faults(entry) == []
+    assert (entry["identified"], entry["psnr"], entry["seeds"]) == (3 / 80, 10.5, [0, 1])
+
+
 def test_every_defence_has_a_line_and_missing_cells_say_so():
     table = leaderboard.page(ENTRIES).split("## MNIST digits, one gradient")[1].split("\n## ")[0]
     assert all(f"| `{name}" in table for name in names("defences"))

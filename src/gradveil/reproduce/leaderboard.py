@@ -5,6 +5,7 @@ directory; ``python -m gradveil.reproduce.leaderboard FILE ...`` checks entries 
 """
 
 import json
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
@@ -163,11 +164,32 @@ def from_demo(document: Mapping[str, Any]) -> Iterator[Entry]:
             yield {key: value for key, value in entry.items() if value is not None}
 
 
+def from_veil_attacked(document: Mapping[str, Any]) -> Iterator[Entry]:
+    """Yield the entries of results/veil-attacked.json: all rounds of a training, every image known but one."""
+    found: dict[float, list[Mapping[str, Any]]] = {}
+    for row in document["attacked"]:
+        if (row["view"], row["partition"]) == ("client", "iid") and row["bound"] < 1:
+            found.setdefault(row["mu"], []).append(row)
+    for mu, rows in found.items():
+        means = {name: statistics.fmean(row["psnr"][name] for row in rows) for name in rows[0]["psnr"]}
+        blind = means.pop("blind")
+        images = sum(row["images"] for row in rows)
+        yield {
+            "defence": f"veil:mu={mu:g}", "dataset": "mnist-5k", "model": "patches", "protocol": "fedavg",
+            "round": "all of 10", "attack": f"{max(means, key=means.__getitem__)} (every image known but one)",
+            "knows_the_defence": True, "targets": images, "seeds": [row["seed"] for row in rows],
+            "psnr": max(means.values()), "blind_psnr": blind, "identified": sum(row["picked"] for row in rows) / images,
+            "candidates": 1000, "command": document["command"], "date": document["date"],
+            "version": document["versions"]["gradveil"],
+        }  # fmt: skip
+
+
 def entries(results: Path) -> list[Entry]:
     """Return our own entries, and those of results/leaderboard/*.json, each a list of entries."""
     found = [
         *from_strongest(json.loads((results / "strongest-attackers.json").read_bytes())),
         *from_demo(json.loads((results / "demo.json").read_bytes())),
+        *from_veil_attacked(json.loads((results / "veil-attacked.json").read_bytes())),
     ]
     for path in sorted((results / "leaderboard").glob("*.json")):
         found += json.loads(path.read_bytes())
