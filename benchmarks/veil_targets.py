@@ -170,9 +170,10 @@ def gaps(document: dict[str, Any]) -> str:
         heads = chosen(document, dataset=row["dataset"], defence="veil:mu=3,at=sum", partition=EVEN, rounds=60)
         head = statistics.fmean(one["accuracy"] for one in heads)
         cost = statistics.median(one["round_seconds"] for one in heads)
+        gap = 100 * (row["accuracy"] - head)
         lines.append(
             f"- {row['dataset']}: {row['model']} without a defence has {row['accuracy']:.2%} after {row['rounds']} "
-            f"rounds of FedAvg, {100 * (row['accuracy'] - head):.1f} points more than veil at μ = 3. A round costs "
+            f"rounds of FedAvg, {abs(gap):.1f} points {'more' if gap > 0 else 'less'} than veil at μ = 3. A round costs "
             f"{row['round_seconds']:.2f} s of computing, one of veil {cost:.2f} s."
         )
     return "\n".join(lines)
