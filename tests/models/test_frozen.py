@@ -27,7 +27,7 @@ def weights(tmp_path):
 def test_the_trunk_is_the_public_network_without_its_last_layer(weights):
     network = create_model(f"frozen:network=mlp:hidden=6/5,weights={weights}", SHAPE, 3, seed=0)
     public = create_model("mlp:hidden=6/5", SHAPE, 7, seed=9)
-    expected = public[:-1](images())
+    expected = network.trunk.scaling(public[:-1](images()))
     expected = expected / expected.norm(dim=1, keepdim=True)
     found = network.trunk(images())
     assert torch.allclose(found[:, :-1], expected, atol=1e-6)
@@ -48,6 +48,17 @@ def test_other_weights_have_another_fingerprint_which_can_be_pinned(weights, tmp
     state["linear.bias"] += 1  # the layer that is not used
     save_tensors(weights, state)
     assert create_model("frozen:network=mlp:hidden=6/5,classes=7", SHAPE, 3, 0).trunk.fingerprint != first
+
+
+def test_features_are_centred_by_public_pictures(weights):
+    spec = f"frozen:network=mlp:hidden=6/5,weights={weights}"
+    public = images(40)
+    network, usual = (create_model(spec, SHAPE, 3, seed=0, public=some) for some in (public, None))
+    normalised = (public - public.mean()) / public.std()
+    found = network.trunk.features(normalised)
+    assert float(found.mean(0).abs().max()) < 1e-3
+    assert float(usual.trunk.features(normalised).mean(0).abs().max()) > 1e-2
+    assert network.trunk.fingerprint != usual.trunk.fingerprint
 
 
 def test_batch_norm_of_the_trunk_keeps_its_statistics():

@@ -5,25 +5,11 @@ import torch
 
 from gradveil.errors import ConfigError
 from gradveil.models import Normalisation, create_model, normalisation_of
-from gradveil.models.patches import CONTRAST, FLOOR, PatchTrunk, _reduced, photographs, whitened_filters, whitening
+from gradveil.models.patches import CONTRAST, FLOOR, PatchTrunk, whitened_filters
 
 
 def noise(*shape, seed=0):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_photographs_are_cut_into_pieces_at_three_scales():
-    colours, grey, two = (photographs((channels, 32, 32)) for channels in (3, 1, 2))
-    assert colours.shape == (670, 3, 32, 32)
-    assert grey.shape == (670, 1, 32, 32)
-    assert torch.equal(two[:, 0], two[:, 1])
-    assert 0 <= float(colours.min()) < 0.1 < 0.9 < float(colours.max()) <= 1
-    assert photographs((3, 500, 700)).shape == (2, 3, 500, 700), "too large to be cut: enlarged"
-
-
-def test_reducing_rounds_means_down():
-    picture = torch.tensor([[[1, 2, 9], [3, 5, 9]]])
-    assert _reduced(picture, 2).tolist() == [[[2]]]  # 11 / 4
 
 
 def test_the_features_are_those_of_a_loop_over_patches():
@@ -38,7 +24,7 @@ def test_the_features_are_those_of_a_loop_over_patches():
             answer = (kernels * patch).sum((1, 2, 3)) - offsets
             both = torch.cat([(answer - 0.25).relu(), (-answer - 0.25).relu()])
             cells[:, row // 3, column // 3] += both / 9
-    expected = ((cells.flatten() + FLOOR).sqrt() - trunk.mean) / trunk.std
+    expected = ((cells.flatten() + FLOOR).sqrt() - trunk.scaling.mean) / trunk.scaling.std
     assert torch.allclose(trunk.features(image)[0], expected, atol=3e-4), "half a step of rounding is 1.2e-4"
 
 
@@ -53,31 +39,10 @@ def test_filters_whiten_public_patches():
     assert 0.7 < float(answers.std(0).mean()) < 1.1, "unit filters on whitened patches"
 
 
-@pytest.mark.parametrize("count", [6, 40])
-def test_whitening_is_the_inverse_root_of_the_covariance_plus_a_ridge(count):
-    features = noise(count, 8) @ noise(8, 8, seed=1)
-    directions, shrinkage = whitening(features, ridge=0.1)
-    unit = features.double() / features.double().norm(dim=1, keepdim=True)
-    covariance = torch.cov(unit.T, correction=0)
-    ridge = 0.1 * covariance.trace() / 8 * torch.eye(8, dtype=torch.float64)
-    values, vectors = torch.linalg.eigh(torch.linalg.solve(ridge, covariance + ridge))
-    expected = vectors @ torch.diag(values.rsqrt()) @ vectors.T
-    found = torch.eye(8) - directions.T @ torch.diag(shrinkage) @ directions
-    assert torch.allclose(found.double(), expected, atol=1e-5)
-
-
 def test_features_do_not_depend_on_the_images_beside_it():
     trunk, images = create_model("patches:filters=30", (1, 28, 28), 3, 0).trunk, noise(33, 1, 28, 28)
     together = trunk(images)
     assert all(torch.equal(trunk(images[some]), together[some]) for some in (slice(1), slice(7, 20), slice(16, 33)))
-
-
-def test_features_are_whitened_up_to_rounding():
-    trunk, images = create_model("patches:filters=30", (1, 28, 28), 3, 0).trunk, noise(3, 1, 28, 28)
-    scaled = (trunk._rooted(images) - trunk.mean) / trunk.std
-    expected = scaled - (scaled @ trunk.directions.T * trunk.shrinkage) @ trunk.directions
-    assert torch.allclose(trunk.features(images), expected, atol=5e-3)
-    assert not torch.allclose(scaled, expected, atol=0.1), "whitening changes something"
 
 
 def test_features_of_an_even_image_have_a_bounded_slope():

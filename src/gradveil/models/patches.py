@@ -1,7 +1,6 @@
 """Patches: frozen features from patches of public pictures, and a linear head."""
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -13,23 +12,18 @@ from torch import Tensor, nn
 from gradveil.data.pixels import to_bytes, to_unit
 from gradveil.errors import ConfigError
 from gradveil.models.base import Model
+from gradveil.models.photographs import photographs
+from gradveil.models.public_scaling import PublicScaling, some_of
 from gradveil.models.trunk import CHUNK, FeatureNetwork, Trunk, fingerprint_of, require_fingerprint
 from gradveil.randomness import stream
 from gradveil.validate import in_range
 
-SCALES = (1, 2, 4)
-"""Photographs are cut at full size, and reduced by these factors."""
 SAMPLED = 100_000
 """Patches from which the whitening is estimated."""
-SEEN = 2_000
-"""Public pictures whose features are whitened, at most."""
 CONTRAST, REGULAR = 0.01, 0.1
 """Added to the variance of a patch before dividing by it, and to the eigenvalues of the covariance of patches."""
 FLOOR = 1e-3
 """Added to a pooled response before its square root, so that the slope of the root is bounded."""
-LARGEST, FEATURE_STEP, DIRECTION_STEP = 64.0, 2.0**-12, 2.0**-20
-"""Bound on a scaled feature, and steps to which features and directions are rounded: sums of products are then exact in
-float64, so that the features of an image never depend on the images beside it."""
 COLOUR_FILTERS, GREY_FILTERS = 400, 150
 COLOUR_GRID, GREY_GRID = 2, 3
 
@@ -119,10 +113,6 @@ class PatchTrunk(Trunk):
 
     kernels: Tensor
     offsets: Tensor
-    mean: Tensor
-    std: Tensor
-    directions: Tensor
-    shrinkage: Tensor
 
     def __init__(self, pictures: Tensor, count: int, size: int, grid: int, threshold: float, whiten: float) -> None:
         super().__init__(fingerprint_of("patches 2", count, size, grid, threshold, whiten, to_bytes(pictures)))
@@ -130,20 +120,13 @@ class PatchTrunk(Trunk):
         kernels, offsets = whitened_filters(pictures, count, size)
         self.register_buffer("kernels", kernels)
         self.register_buffer("offsets", offsets)
-        order = torch.randperm(len(pictures), generator=stream(0, "patches", "seen"))[:SEEN]
-        seen = torch.cat([self._rooted(chunk) for chunk in torch.split(pictures[order], CHUNK)])
-        self.register_buffer("mean", seen.mean(0))
-        self.register_buffer("std", seen.std(0).clamp_min(1e-6))
-        directions, shrinkage = whitening((seen - self.mean) / self.std, whiten)
-        self.register_buffer("directions", directions)
-        self.register_buffer("shrinkage", shrinkage)
+        seen = torch.cat([self._rooted(chunk) for chunk in torch.split(some_of(pictures), CHUNK)])
+        self.scaling = PublicScaling(seen, whiten)
 
     def features(self, images: Tensor) -> Tensor:
         """Return the rooted responses, centred, scaled and whitened by those of public pictures."""
-        scaled = ((self._rooted(images) - self.mean) / self.std).clamp(-LARGEST, LARGEST).double()
-        scaled, directions = _in_steps(scaled, FEATURE_STEP), self.directions.double()
-        common = _in_steps(scaled @ directions.T * self.shrinkage, FEATURE_STEP)
-        return (scaled - common @ directions).to(images.dtype)
+        found: Tensor = self.scaling(self._rooted(images))
+        return found
 
     def _rooted(self, images: Tensor) -> Tensor:
         return (self._pooled(images) + FLOOR).sqrt()
@@ -165,28 +148,6 @@ def _usual_trunk(
 ) -> PatchTrunk:
     """Return the trunk of the photographs; cached, since a run builds its network several times."""
     return PatchTrunk(photographs(shape), count, size, grid, threshold, whiten)
-
-
-def whitening(features: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    r"""Return directions V (r, D) and shrinkage c (r,) that whiten features (N, D), each scaled to norm 1.
-
-    A vector z becomes :math:`z - V^T \text{diag}(c) V z`. In the direction of an eigenvector of the covariance, with
-    the eigenvalue :math:`\lambda`, that is a factor :math:`(1 + \lambda / \rho)^{-1/2}`, and 1 in all directions that
-    the features do not reach; :math:`\rho` is ``ridge`` times the mean eigenvalue.
-    """
-    unit = F.normalize(features.double())
-    centred = unit - unit.mean(0)
-    values, vectors = torch.linalg.eigh(centred @ centred.T / len(centred))  # N x N: N is smaller than D as a rule
-    kept = values > 1e-9 * values.max()
-    values, vectors = values[kept], vectors[:, kept]
-    directions = (centred.T @ vectors / (values * len(centred)).sqrt()).T
-    shrinkage = 1 - (1 + values / (ridge * values.sum() / features.shape[1])).rsqrt()
-    return _in_steps(directions, DIRECTION_STEP).float(), shrinkage.float()
-
-
-def _in_steps(values: Tensor, step: float) -> Tensor:
-    """Return the nearest multiples of a step, with the slope of the values themselves."""
-    return values + ((values / step).round() * step - values).detach()
 
 
 def whitened_filters(pictures: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
@@ -218,39 +179,3 @@ def _sampled_patches(pictures: Tensor, size: int, rng: torch.Generator) -> Tenso
     windows = pictures.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, rows, columns, size, size)
     picture, place = chosen // (rows * columns), chosen % (rows * columns)
     return windows[picture, :, place // columns, place % columns].reshape(len(chosen), channels * size * size)
-
-
-def photographs(shape: Sequence[int]) -> Tensor:
-    """Return pieces (N, C, H, W) in [0, 1] of the two photographs that come with scikit-learn.
-
-    They are cut without overlap at full, half and quarter size: 670 pieces of 32x32. Images of one channel are grey;
-    those of more than three repeat the mean of the colours. A photograph that is too small is enlarged. All but
-    enlarging is done in whole numbers, so that every machine gets the same pieces.
-    """
-    from sklearn.datasets import load_sample_images  # takes a second to import
-
-    channels, height, width = shape
-    pieces = []
-    for photograph in load_sample_images().images:
-        whole = torch.from_numpy(photograph.copy()).permute(2, 0, 1).long()
-        if channels != 3:
-            whole = (whole.sum(0, keepdim=True) // 3).expand(channels, -1, -1)
-        for scale in SCALES:
-            reduced = _reduced(whole, scale)
-            if reduced.shape[1] >= height and reduced.shape[2] >= width:
-                pieces.append(_cut(reduced, height, width))
-            elif scale == 1:
-                larger = F.interpolate(whole[None].double(), size=(height, width), mode="nearest")
-                pieces.append(larger.long())
-    return to_unit(torch.cat(pieces).byte())
-
-
-def _reduced(picture: Tensor, scale: int) -> Tensor:
-    """Return a picture (C, H, W) of whole numbers, with the means of ``scale`` x ``scale`` pixels, rounded down."""
-    return picture.unfold(1, scale, scale).unfold(2, scale, scale).sum((3, 4)) // scale**2
-
-
-def _cut(picture: Tensor, height: int, width: int) -> Tensor:
-    """Return a picture (C, H, W) as pieces (N, C, height, width) that do not overlap."""
-    windows = picture.unfold(1, height, height).unfold(2, width, width)  # (C, rows, columns, height, width)
-    return windows.permute(1, 2, 0, 3, 4).reshape(-1, len(picture), height, width)
