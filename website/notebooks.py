@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def _output(output: dict[str, Any]) -> str:
     data = output.get("data", {})
     if "text/html" in data:
         lines = [line.strip() for line in "".join(data["text/html"]).split("\n")]
-        return f'<div class="output">{"".join(lines)}</div>'
+        shown = re.sub(r"<a [^>]*>(.*?)</a>", r"<code>\1</code>", "".join(lines))  # the run's folder is not here
+        return f'<div class="output">{shown}</div>'
     if "image/png" in data:
         picture = base64.b64encode(base64.b64decode("".join(data["image/png"]))).decode()
         return f'<img class="output" alt="Figure of the cell above" src="data:image/png;base64,{picture}">'

@@ -29,6 +29,7 @@ from gradveil.errors import DataError, RunFolderError
 from gradveil.limits import read_json
 from gradveil.metrics import schema_of
 from gradveil.registry import own_files
+from gradveil.report.notebook import ShownRows
 from gradveil.report.words import command_of
 from gradveil.rows import Schema, to_plain
 from gradveil.storage import save_tensors, write_atomic
@@ -155,7 +156,7 @@ def audit(
     schema = settings.schema
     lines = summarise(rows, schema), utility(rows, schema), membership(rows, schema)
     seconds = time.perf_counter() - started
-    return AuditResult(out, rows, failed, seconds, dataset.note, report, *lines, schema, without)
+    return AuditResult(out, ShownRows(rows), failed, seconds, dataset.note, report, *lines, schema, without)
 
 
 def _begin(

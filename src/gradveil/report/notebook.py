@@ -9,12 +9,18 @@ from typing import Any
 from gradveil.report.audit_folder import read_audit
 from gradveil.report.blind import blind_lines
 from gradveil.report.headline import headline
-from gradveil.report.names import named, subject
+from gradveil.report.names import for_people, named, subject
 from gradveil.report.sheets import png, read_gallery
 from gradveil.report.summary import summarise, utility, with_costs
 
 PICTURES = 8
 """Lines of pictures that a notebook shows at most."""
+MOST_ROWS = 50
+"""Rows that a notebook shows at most."""
+ROW_COLUMNS = (
+    "kind", "defence", "attack", "adaptive", "seed", "target", "round", "psnr", "blind_psnr", "ssim", "identified",
+    "converged", "accuracy", "epsilon", "why",
+)  # fmt: skip
 PIXELS = 48
 """Height of a picture in a notebook."""
 
@@ -58,9 +64,22 @@ def file_html(path: Path, alt: str, height: int) -> str:
 
 
 def link_html(path: Path) -> str:
-    """Return a link to a file."""
-    place = path.resolve()
-    return f'<p><a href="{escape(place.as_uri())}" target="_blank">{escape(str(path))}</a></p>'
+    """Return a link to a file; a relative path stays relative, so that it works beside the notebook."""
+    place = path.as_uri() if path.is_absolute() else path.as_posix()
+    return f'<p><a href="{escape(place)}" target="_blank">{escape(str(path))}</a></p>'
+
+
+class ShownRows(list[dict[str, Any]]):
+    """Rows that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        more = f"<p>and {len(self) - MOST_ROWS} more rows</p>" if len(self) > MOST_ROWS else ""
+        return for_people_html(self[:MOST_ROWS]) + more
+
+
+def for_people_html(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as a table of the columns that people ask for first."""
+    return table_html(for_people(rows), ROW_COLUMNS)
 
 
 def audit_html(folder: Path, page: Path) -> str:

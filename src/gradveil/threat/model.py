@@ -11,6 +11,7 @@ from gradveil.defences.base import Defence
 from gradveil.errors import ThreatModelError
 from gradveil.federated.protocol import LocalSettings, Protocol
 from gradveil.threat.knowledge import Knowledge, ThreatModel
+from gradveil.threat.shown import guesses_html
 from gradveil.types import Batch, Tensors
 
 V = TypeVar("V")
@@ -313,3 +314,7 @@ class Reconstruction:
     answers: tuple[str, ...] = ()
     not_decoded: tuple[str, ...] = ()
     flags: tuple[tuple[str, ...], ...] = ()
+
+    def _repr_html_(self) -> str:
+        """Return the guesses as a notebook shows them."""
+        return guesses_html(self.images, self.loss, self.converged)
