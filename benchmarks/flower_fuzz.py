@@ -80,5 +80,16 @@ def played(figures: Mapping[str, Any], key: str = "sent") -> int:
     return sum(each[key] for each in figures["ways"].values())
 
 
+def fuzz_sentence(figures: Mapping[str, Any]) -> str:
+    """Return how many broken answers were played, with and without a bound on the norm."""
+    count, used, other = played(figures), played(figures) - played(figures, "left out by name"), figures["unbounded"]
+    return (
+        f"{count:,} broken answers were played, in {figures['rounds']} rounds. {count - used:,} were left out, "
+        f"{used} used. "
+        f"An earlier run with the same seeds but without `max-norm` ended after {other['rounds']} rounds and "
+        f"{played(other)} such answers: `{other['ended']}`"
+    )
+
+
 PLAY = {"fuzz": fuzz}
 TABLES = {"fuzz": fuzz_table}

@@ -114,6 +114,11 @@ def test_what_was_killed_and_searched_over_flower_is_as_measured(monkeypatch):
     assert figures["server"]["equals simulation"]  # "bit for bit"
     assert figures["server"]["rounds"] == [1, 2, 3, 4, 5, 6]
     assert all(each["finished"] for each in figures["nodes"]["kills"])
+    fuzz = figures["fuzz"]
+    assert importlib.import_module("flower_fuzz").fuzz_sentence(fuzz) in page
+    used = {way for way, each in fuzz["ways"].items() if each["left out by name"] < each["sent"]}
+    assert used <= {"random changes of bytes"}  # "only random changes"
+    assert fuzz["server alive"] or fuzz["finished"]
     control, secure = figures["bytes"]["runs"]["single updates"], figures["bytes"]["runs"]["secure sums"]
     assert min(control["traffic"]["updates"], control["memory"][0]["found"]["updates"]) > 0
     found = [secure["traffic"], secure["files"], *(look["found"] for look in secure["memory"])]
