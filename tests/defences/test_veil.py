@@ -22,7 +22,7 @@ from gradveil.defences.veil import Veil
 from gradveil.engines.simulation import Simulation
 from gradveil.errors import ConfigError, DefenceError, MessageError
 from gradveil.federated.server import Missing, play_round
-from gradveil.models import create_model
+from gradveil.models import Normalisation, create_model
 from gradveil.models.trunk import learn_features
 from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Update
@@ -66,12 +66,19 @@ def naive(model, batch, clip):
     return total
 
 
+def frozen_head():
+    """A head on a network that normalises its images."""
+    network = create_model("frozen:network=mlp:hidden=8/6", (1, 12, 12), 4, 0, Normalisation((0.3,), (0.1,)))
+    network.head.weight.data = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
+    return network.train()
+
+
 def plain_network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(144, 5), nn.Sigmoid(), nn.Linear(5, 4))
 
 
-@pytest.mark.parametrize("make", [make_head, plain_network])
+@pytest.mark.parametrize("make", [make_head, frozen_head, plain_network])
 @settings(deadline=None, max_examples=10)
 @given(count=st.integers(1, 9), clip=st.floats(0.05, 2))
 def test_the_gradient_is_the_naive_loops(make, count, clip):

@@ -17,7 +17,7 @@ from gradveil.attacks.parts.countermoves import countermove
 from gradveil.defences.clip import clip_rows
 from gradveil.defences.countermove import Countermove
 from gradveil.errors import ConfigError
-from gradveil.models.trunk import FeatureNetwork
+from gradveil.models.trunk import FeatureNetwork, features_seen
 from gradveil.networks.grads import example_gradients
 from gradveil.threat import Observation
 from gradveil.types import Batch
@@ -124,7 +124,7 @@ def _features(seen: Observation, candidates: Batch) -> Tensor | None:
     if not isinstance(network, FeatureNetwork) or list(seen.updates) != ["head.weight"]:
         return None
     with torch.no_grad():
-        found: Tensor = network.trunk(candidates.images)
+        found: Tensor = features_seen(network, candidates.images)
     return found
 
 
