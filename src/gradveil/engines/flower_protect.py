@@ -17,7 +17,9 @@ from pathlib import Path
 from gradveil.defences import Defence, build_defence
 from gradveil.engines.answered import answer_once
 from gradveil.engines.messages import read_arrays
+from gradveil.engines.own_ledger import AskedUpdate, count_update
 from gradveil.engines.site_codes import code_of
+from gradveil.engines.site_ledger import weights_digest
 from gradveil.engines.update_protection import (
     MOST_METRICS,
     ProtectionPlace,
@@ -46,6 +48,7 @@ def protect(
     record: str = "",
     allow: Iterable[str] = (),
     folder: str | Path | None = None,
+    site: str | Path | None = None,
 ) -> "ProtectMod":
     """Return a Flower mod that protects what a client's train function replies.
 
@@ -64,6 +67,9 @@ def protect(
         record: name of the model's ArrayRecord in the server's message, if it has several.
         allow: names of further ArrayRecords and ConfigRecords of the reply that may leave unprotected.
         folder: private folder for state and the rounds answered, unless the node config names ``private-folder``.
+        site: folder of the site with its ``policy.toml``, and a ledger of all updates in all runs: its ``defence`` must
+            be agreed to, and ``max-rounds`` is kept. No ε is known of a training that a mod does not see, so that a
+            policy with ``max-epsilon`` refuses every update.
 
     Raises:
         ConfigError: the defence needs more than updates, or protects no updates at all.
@@ -71,7 +77,8 @@ def protect(
     chosen = build_defence(defence) if isinstance(defence, str) else defence
     _check_hooks(chosen)
     one_of("statistics", statistics, ["refuse", "received", "send"])
-    return ProtectMod(chosen, statistics, record, frozenset(allow), None if folder is None else Path(folder))
+    places = (None if place is None else Path(place).expanduser() for place in (folder, site))
+    return ProtectMod(chosen, statistics, record, frozenset(allow), *places)
 
 
 def _check_hooks(defence: Defence) -> None:
@@ -100,6 +107,7 @@ class ProtectMod:
     record: str = ""
     allow: frozenset[str] = frozenset()
     folder: Path | None = None
+    site: Path | None = None
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Answer a message; a train reply leaves protected, or as an error without weights."""
@@ -108,6 +116,7 @@ class ProtectMod:
         try:
             received = read_arrays(message.content, self._model_name(message.content), None, _MOST_ENTRIES)
             told, place = _told_round(message.content), self._place(context)
+            self._count(context, told, received)
             if place is not None and told:
                 answer_once(place / f"answered-{message.metadata.message_type}", told)
             reply = call_next(message, context)
@@ -117,6 +126,14 @@ class ProtectMod:
         except Exception as error:
             return _failed(message, error)
         return reply
+
+    def _count(self, context: Context, told: int, received: Tensors) -> None:
+        """Note the update in the site's ledger, if it has one. Raise if its policy does not allow it."""
+        if self.site is not None:
+            number = context.node_config.get("partition-id")
+            weights, spec = weights_digest(received), self.defence.spec
+            asked = AskedUpdate(f"run-{context.run_id}", told, weights, spec, lambda updates: None)
+            count_update(self.site, number if isinstance(number, int) else 0, asked)
 
     def _model_name(self, content: RecordDict) -> str:
         """Return the name of the record with the model that the server sent."""

@@ -24,10 +24,16 @@ from gradveil.defences.chain import plans
 from gradveil.engines.answered import answer_once
 from gradveil.engines.devices import Devices, defended, is_private
 from gradveil.engines.own_images import Pairs, one_client
+from gradveil.engines.own_ledger import AskedUpdate, count_update, policy_of
+from gradveil.engines.run_folder import settings_hash
 from gradveil.engines.simulation import check_choices, refuse_unmarked, server_network
+from gradveil.engines.site_budget import cost_of
+from gradveil.engines.site_ledger import digest, weights_digest
+from gradveil.engines.site_policy import agree_on_limits
 from gradveil.errors import ConfigError, DefenceError, DivergedError, RunFolderError
 from gradveil.federated.client import Broadcast
 from gradveil.federated.flat import FlatModel
+from gradveil.federated.protocol import Protocol
 from gradveil.storage import PrivateFolder
 from gradveil.types import Tensors
 from gradveil.validate import in_range
@@ -66,6 +72,7 @@ def train(  # noqa: PLR0913 - a user names them
     round_number: int = 1,
     received: Tensors | None = None,
     folder: str | Path | None = None,
+    site: str | Path | None = None,
     client: int = 0,
     aux: Pairs | None = None,
     sensitive: Tensor | None = None,
@@ -98,6 +105,8 @@ def train(  # noqa: PLR0913 - a user names them
             starts with `shared_arrays`.
         folder: private folder of this run, needed by defences that keep keys, images or other state, or whose
             guarantee counts rounds (veil); see `private_folder`.
+        site: folder of the site with its ``policy.toml``, and a ledger of all updates in all runs, which needs
+            ``folder``: the policy's defence, limits of the training, ``max-rounds`` and ``max-epsilon`` are kept.
         client: number of this client, from 0.
         aux: public images and labels, for defences that use them.
         sensitive: (N,) bool, the marked images.
@@ -110,6 +119,8 @@ def train(  # noqa: PLR0913 - a user names them
     """
     in_range("round_number", round_number, 1)
     in_range("client", client, 0)
+    if site is not None and folder is None:
+        raise ConfigError("train(site=...) needs the folder of the run, got none. Pass folder= as well.")
     given = build_defence(defence) if isinstance(defence, str) else defence
     settings = _settings(given, {"lr": lr, **_batch_size(loader), **options}, client, seed)
     settings = given.training(settings)
@@ -125,6 +136,13 @@ def train(  # noqa: PLR0913 - a user names them
             raise _needs_folder(planned)
         arrived = dict(model.state_dict() if received is None else received)
         vector = devices.net.shared_vector({name: t.detach() for name, t in arrived.items()})
+        if site is not None:
+            entries = sum(p.numel() for p in devices.net.module.parameters() if p.requires_grad)
+            cost = partial(cost_of, planned, Protocol.of(settings).local, len(data.train), entries=entries)
+            run = digest(str(place and place.resolve()), given.spec, settings_hash(settings), len(data.train))
+            agree_on_limits(policy_of(Path(site).expanduser()), settings)
+            asked = AskedUpdate(run, round_number, weights_digest(arrived), given.spec, cost)
+            count_update(Path(site).expanduser(), client, asked)
         if place is not None:
             answer_once(place / str(client) / "answered", round_number)
         played = devices.train(client, Broadcast(vector, lr, round_number))

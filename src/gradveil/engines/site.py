@@ -1,6 +1,5 @@
 """One site of a training: its images, its policy and its open ledger, as it sees a run that it agreed to."""
 
-import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,9 +21,8 @@ from gradveil.engines.devices import Devices, make_network
 from gradveil.engines.messages import listed, num_bytes, read_config, whole
 from gradveil.engines.run_folder import fingerprint, settings_hash
 from gradveil.engines.simulation import check_choices, deal, refuse_unmarked
-from gradveil.engines.site_budget import cost_of, require_affordable, spent
+from gradveil.engines.site_budget import cost_of, note_answer, require_affordable
 from gradveil.engines.site_codes import refused
-from gradveil.engines.site_history import GivenAnswer
 from gradveil.engines.site_ledger import Ledger, LedgerFile, open_ledger
 from gradveil.engines.site_policy import SitePolicy, agree, read_policy
 from gradveil.errors import ConfigError, MessageError
@@ -128,12 +126,7 @@ class Site:
 
     def note(self, number: int, work: str, weights: str, cost: Budget | None) -> None:
         """Add an answer to the site's history, before it leaves."""
-        total = spent(self.book.ledger, self.policy.max_delta)
-        if work != "train" and cost is not None:
-            total += cost.epsilon
-        epsilon, delta, mu = (None, None, None) if cost is None else cost
-        bounded = total if math.isfinite(total) else None
-        self.book.note(GivenAnswer(self.run, number, work, weights, epsilon, delta, mu, bounded))
+        note_answer(self.book, self.policy.max_delta, (self.run, number, work, weights), cost)
 
     def require_state(self, devices: Devices, content: RecordDict) -> None:
         """Raise if this client has lost its private state since the last round that it answered.

@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from gradveil.defences import Budget, Defence
 from gradveil.defences.parts.gaussian_dp import epsilon_of
 from gradveil.engines.site_codes import refused
-from gradveil.engines.site_ledger import Ledger
+from gradveil.engines.site_history import GivenAnswer
+from gradveil.engines.site_ledger import Ledger, LedgerFile
 from gradveil.engines.site_policy import SitePolicy
 from gradveil.federated.protocol import LocalSettings
 
@@ -68,6 +69,22 @@ def epsilon_in_all(costs: Iterable[Budget | None], delta: float, scores: float =
 def spent(ledger: Ledger, delta: float) -> float:
     """Return the ε at ``delta`` of everything that a site has answered."""
     return epsilon_in_all((record.cost for record in ledger.runs.values() if record.begun), delta, ledger.epsilon)
+
+
+def note_answer(book: LedgerFile, delta: float, asked: tuple[str, int, str, str], cost: Budget | None) -> None:
+    """Add an answer to a site's history, before it leaves.
+
+    Args:
+        book: the open ledger.
+        delta: the δ of all answers together.
+        asked: run, round, work and digest of the weights.
+        cost: of all updates of the run so far, or of a score.
+    """
+    total = spent(book.ledger, delta)
+    if asked[2] != "train" and cost is not None:
+        total += cost.epsilon
+    epsilon, rest, mu = (None, None, None) if cost is None else cost
+    book.note(GivenAnswer(*asked, epsilon, rest, mu, total if math.isfinite(total) else None))
 
 
 def require_affordable(policy: SitePolicy, ledger: Ledger) -> None:

@@ -172,7 +172,7 @@ def agree(policy: SitePolicy, settings: TrainSettings, *, own_data: bool = False
     _agree_on_texts(policy, settings)
     if not (own_data or policy.data or _is_known_set(policy, settings.dataset)):
         raise refused("file", f"A run must name a data set that this site allows, got {settings.dataset!r}.")
-    _agree_on_limits(policy, settings)
+    agree_on_limits(policy, settings)
     if policy.aggregation not in (ANY, settings.aggregation):
         raise refused("aggregation", f"This site sends updates into secure sums only, got {settings.aggregation!r}.")
     return replace(
@@ -208,7 +208,8 @@ def _is_known_set(policy: SitePolicy, text: str) -> bool:
     return text in policy.allowed_files or text.partition(":")[0] in catalogue("datasets").entries
 
 
-def _agree_on_limits(policy: SitePolicy, settings: TrainSettings) -> None:
+def agree_on_limits(policy: SitePolicy, settings: TrainSettings) -> None:
+    """Raise RefusedError if a run's numbers are beyond the limits of a policy."""
     batch, momentum, decay = settings.batch_size, settings.momentum, settings.lr * settings.weight_decay
     for code, fine, got in (
         ("config", settings.clients <= MOST_CLIENTS, f"{settings.clients:,} clients above {MOST_CLIENTS:,}"),
