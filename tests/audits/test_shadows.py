@@ -80,6 +80,17 @@ def test_under_strong_noise_they_only_guess(attack, adaptive):
         assert row["auc_low"] <= 0.5 <= row["auc_high"]
 
 
+@pytest.mark.parametrize("attack", ["lira", "rmia"])
+def test_a_round_of_one_step_on_all_images_is_played_and_veil_leaves_a_guess(attack):
+    (row,) = areas(attack, adaptive=True, seeds=[0], model="mlp:hidden=20", defence="veil:mu=0.1")
+    assert row["auc_low"] <= 0.5 <= row["auc_high"]
+
+
+def test_a_round_of_some_images_can_not_be_played():
+    with pytest.raises(ConfigError, match="play must be training"):
+        areas("lira", seeds=[0], algorithm="fedsgd", batch_size=10)
+
+
 @pytest.fixture
 def world():
     """Return a function that plays the first round of a training: the training, its network and the round."""

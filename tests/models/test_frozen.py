@@ -6,7 +6,7 @@ import torch
 from gradveil.errors import ConfigError
 from gradveil.federated.flat import FlatModel
 from gradveil.models import create_model
-from gradveil.models.frozen import last_linear
+from gradveil.models.frozen import last_linear, random_trunk
 from gradveil.storage import save_tensors
 
 SHAPE = (1, 12, 12)
@@ -93,3 +93,19 @@ def test_networks_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="readable safetensors file"):
         create_model("frozen:weights=missing.safetensors", SHAPE, 3, 0)
     assert last_linear(create_model("lenet5", (1, 28, 28), 3, 0)) == "fc3"
+
+
+@pytest.mark.parametrize("spec", ["frozen", "frozen:network=mlp", "frozen:weights="])
+def test_a_trunk_without_weights_is_worth_a_warning(spec):
+    assert "random weights" in random_trunk(spec)
+    assert not random_trunk("frozen:network=mlp,weights=public.safetensors")
+    assert not random_trunk("patches")
+
+
+def test_training_on_a_random_trunk_warns_and_goes_on(gradveil, tmp_path):
+    ended = gradveil(
+        "train", "--model", "frozen:network=mlp", "--partition", "iid:images=10", "--clients", 2, "--rounds", 1,
+        "--workers", 0, "--out", tmp_path / "run", "--json",
+    )  # fmt: skip
+    assert ended.code == 0
+    assert "Warning: Model 'frozen:network=mlp' freezes a network of random weights" in ended.err

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from gradveil.federated.protocol import Protocol
 from gradveil.report.recommendation import headline
 from gradveil.runs import recommend as module
 from gradveil.runs import trials
-from gradveil.runs.advice import run_config, site_policy, unprotected
+from gradveil.runs.advice import advise, run_config, site_policy, unprotected
 from gradveil.runs.candidates import ClientSizes, Protection, candidates, undominated
 from gradveil.runs.judged import check_of, judged, line_of, picked_of
 from gradveil.runs.recommend import recommend
@@ -328,6 +329,23 @@ def test_a_site_agrees_to_the_recommended_training_and_to_no_weaker_one():
         if training.aggregation == "secure":
             with pytest.raises(RefusedError, match="secure sums only"):
                 agree(policy, replace(training, aggregation="none", sum_bits=0))
+
+
+def test_commands_can_be_pasted_if_folders_have_spaces(tmp_path):
+    one = next(c for c in candidates(SMALL, SIZES) if c.name == BEST)
+    out, root = tmp_path / "my runs", tmp_path / "my data"
+    out.mkdir()
+    found = advise(one, SMALL, out, "attack-0.toml", root)
+    assert shlex.split(found.train)[2:6] == ["--config", str(out / "recommended.toml"), "--data-root", str(root)]
+    assert str(out / "attack-0.toml") in shlex.split(found.attack)
+    assert shlex.split(found.flower)[-1] == str(out / "flower.toml")
+
+
+def test_public_images_make_the_features_of_every_frozen_part():
+    wish = replace(SMALL, weights="w.safetensors", aux="cifar10")
+    heads = [one.training for one in candidates(wish, SIZES) if one.training and "veil" in one.training.defence]
+    assert {one.model.partition(":")[0] for one in heads} == {"patches", "frozen"}
+    assert {one.aux for one in heads} == {"cifar10"}
 
 
 def test_what_is_not_protected_says_what_single_updates_would_leak():

@@ -114,7 +114,7 @@ class Shadows(ABC):
 
         The defence must work with as many images as shadow clients have.
         """
-        if self.attack.play == "round" and self.settings.algorithm == "fedsgd":
+        if self.attack.play == "round" and self.settings.algorithm == "fedsgd" and self.settings.batch_size:
             raise ConfigError(
                 f"play must be training for attack {self.attack.spec!r} if a round uses only some images of a client "
                 f"(fedsgd, --protocol lab), got 'round'. Use {self.attack.name}:play=training, or --protocol fedavg."

@@ -32,12 +32,15 @@ def train_command(
 
     from gradveil.federated.learning import warning_of
     from gradveil.metrics.epsilon_hat import MEASURED, exceeding
+    from gradveil.models.frozen import random_trunk
     from gradveil.report.names import subject
     from gradveil.report.training import warnings_of
     from gradveil.runs.train import train
 
     given = given_settings("train", options, config, out, resume, trust_code=trust_code)
     settings = with_absolute_paths(make_train_settings(given))
+    if warning := random_trunk(settings.model):
+        say(f"Warning: {warning}", err=True)
     said: list[str] = []
     with bar("rounds") as move, contextlib.redirect_stdout(sys.stderr), trusting_code(trust_code):
 
@@ -106,6 +109,7 @@ def audit_command(  # noqa: PLR0913 - one parameter per option of the command li
     """
     from gradveil.audits import audit, make_audit_settings
     from gradveil.cli.tables import WIDTH, audit_table, canary_sentence, membership_table
+    from gradveil.models.frozen import random_trunk
     from gradveil.report.blind import blind_lines
     from gradveil.report.criteria import fields_of, parse_criteria
     from gradveil.report.flags import explained
@@ -117,6 +121,8 @@ def audit_command(  # noqa: PLR0913 - one parameter per option of the command li
     out = out or fresh_folder("audit", resume)
     settings = make_audit_settings(given_settings("audit", options, config, out, resume, trust_code=trust_code))
     parse_criteria(fail_on or (), fields_of(settings.schema))
+    if warning := random_trunk(settings.model):
+        say(f"Warning: {warning}", err=True)
     with trusting_code(trust_code):
         ahead = look_ahead(settings, out, workers, data_root)
     if not goes_on(ahead, yes=yes, only=only_estimate, as_json=as_json):

@@ -15,6 +15,7 @@ from gradveil.models.photographs import photographs
 from gradveil.models.public_scaling import PublicScaling, some_of
 from gradveil.models.trunk import CHUNK, FeatureNetwork, Trunk, fingerprint_of, require_fingerprint
 from gradveil.models.weights import load_weights
+from gradveil.registry import parse_spec
 from gradveil.storage import load_tensors
 from gradveil.validate import in_range
 
@@ -87,6 +88,22 @@ class Frozen(Model):
             network = create_model(self._inner, shape, self.classes or 10, 0)
         width = network.get_parameter(f"{last_linear(network)}.weight").shape[1]
         return sum(parameter.numel() for parameter in network.parameters()) + (width + 1) * num_classes
+
+
+def random_trunk(spec: str) -> str:
+    """Return a warning if a model's text freezes a network without weights, or "".
+
+    Example:
+        >>> random_trunk("frozen:weights=public.safetensors"), random_trunk("lenet5")
+        ('', '')
+    """
+    name, settings = parse_spec(spec)
+    if name != "frozen" or settings.get("weights"):
+        return ""
+    return (
+        f"Model {spec!r} freezes a network of random weights, which has learned nothing: a baseline. Name weights from "
+        "public data (frozen:weights=public.safetensors), or use patches."
+    )
 
 
 class NetworkTrunk(Trunk):

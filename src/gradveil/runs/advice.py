@@ -1,6 +1,7 @@
 """What a user does with a recommendation: settings for `train` and for Flower, commands, and what stays unprotected."""
 
 import math
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,15 @@ def advise(chosen: Protection, wish: Wish, out: Path, attack_settings: str, data
     write_atomic(out / "recommended.toml", to_toml(training))
     write_atomic(out / "flower.toml", values_to_toml(run_config(training)))
     write_atomic(out / "site.toml", site.encode())
-    root = f" --data-root {data_root}" if data_root else ""
+    root = f" --data-root {shlex.quote(str(data_root))}" if data_root else ""
+
+    def given(name: str) -> str:
+        return shlex.quote(str(out / name))
+
     return Advice(
-        train=f"gradveil train --config {out / 'recommended.toml'}{root} --out runs/protected",
-        attack=f"gradveil audit --config {out / attack_settings}{root} --out runs/attacked" if attack_settings else "",
-        flower=f"flwr run examples/flower study --stream --run-config {out / 'flower.toml'}",
+        train=f"gradveil train --config {given('recommended.toml')}{root} --out runs/protected",
+        attack=f"gradveil audit --config {given(attack_settings)}{root} --out runs/attacked" if attack_settings else "",
+        flower=f"flwr run examples/flower study --stream --run-config {given('flower.toml')}",
         site=site,
         unprotected=unprotected(chosen, wish),
     )

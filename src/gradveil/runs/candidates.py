@@ -84,7 +84,7 @@ def _trunks(wish: Wish) -> dict[str, str]:
     trunks = {wish.reference().model: wish.aux} if own in ("patches", "frozen") else {"patches": wish.aux}
     if wish.weights and own != "frozen":
         network, weights = wish.reference().model.replace(",", ";"), wish.reference().weights
-        trunks[f"frozen:network={network},weights={weights}"] = ""
+        trunks[f"frozen:network={network},weights={weights}"] = wish.aux
     return trunks
 
 
