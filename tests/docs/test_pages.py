@@ -127,7 +127,7 @@ def test_the_figures_of_the_evaluate_oracle_are_those_of_the_benchmark():
 
 def test_the_figures_of_the_killed_nodes_are_those_of_the_benchmark():
     measured = json.loads((ROOT / "results" / "flower-faults.json").read_text())
-    part = (DOCS / "flower.md").read_text().split("### Secure sums and killed nodes\n")[1].split("\n## ")[0]
+    part = (DOCS / "flower.md").read_text().split("### Secure sums and killed nodes\n")[1].split("\n##")[0]
     rows = [
         f"| {name} | {row['round']} | {row['clients']} | "
         f"{', '.join(reason.split(' must')[0] for reason in row['dropped'] or []) or 'nobody'} | "
