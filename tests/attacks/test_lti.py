@@ -124,6 +124,13 @@ def test_a_round_that_cannot_be_played_is_named():
         build_attack("lti:samples=3")
 
 
+def test_updates_of_more_images_than_it_learns_get_no_guess_and_the_reason():
+    seen, _ = watched("none", images=65, targets=1)
+    result = build_attack("lti:samples=20")(seen, torch.Generator())
+    assert result.images.isnan().all()
+    assert result.why == ("learned inversion can search at most 64 images per update, got 65",)
+
+
 def test_it_can_be_where_a_search_begins():
     seen, truth = watched("none")
     learned, noise = (

@@ -80,6 +80,9 @@ class Lti(Attack):
         count, size = seen.num_targets, seen.num_examples
         reason = unplayable(seen)
         labels = known_or_recovered(seen)
+        large = self.too_large(size, local_steps=1)
+        if large:  # a defence may send more images than the protocol says, as veil does
+            return nothing(seen, labels, f"learned inversion {large}")
         if reason:
             return nothing(seen, labels, f"clients with public images can't be played: {reason}")
         try:
