@@ -134,6 +134,6 @@ def test_a_run_says_it_everywhere(gradveil, pictures, tmp_path):
     assert next(line for line in table if "none" in line or "blind guess" in line).count("blind guess") == 1
     assert any(" of 4" in line for line in table)
     page = (tmp_path / "run" / "report.html").read_text()
-    assert page.index('<th scope="row" class="text">blind guess') < page.index('<th scope="row" class="text">none')
+    assert page.index('data-head="Defence">blind guess') < page.index('data-head="Defence">none')
     assert "is what someone has who never saw the update" in page
     assert "chance is" in page

@@ -121,7 +121,7 @@ def test_the_page_of_a_training_is_written_again(gradveil, tmp_path):
     before = (out / "report.html").read_text()
     (out / "report.html").unlink()
     ended = gradveil("report", out, "--json")
-    assert json.loads(ended.out) == {"report": str(out / "report.html"), "notes": []}
+    assert json.loads(ended.out) == {"report": str(out / "report.html"), "pdf": None, "notes": []}
     assert (out / "report.html").read_text() == before
     shutil.copy(out / "settings.toml", tmp_path)
     unfinished = gradveil("report", tmp_path)

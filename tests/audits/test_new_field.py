@@ -40,7 +40,7 @@ def test_a_column_is_all_that_a_new_field_needs(gradveil, pictures, tmp_path, mo
             assert [line["novelty"] for line in csv.DictReader(file)] == values
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'title="How new it is">Novelty</button>' in page
-    assert '<td class="number" data-v="0.125">0.125</td>' in page
+    assert 'data-v="0.125" data-head="Novelty">0.125</td>' in page
     assert '"key":"novelty","head":"Novelty","kind":"3"' in page
 
 

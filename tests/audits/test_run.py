@@ -192,7 +192,7 @@ def test_an_unexpected_error_in_a_users_component_fails_only_its_cell(small, tmp
     (tmp_path / "odd.py").write_text(BROKEN.replace('DefenceError("The', 'ZeroDivisionError("The'))
     result = audit(small(defences=f"{tmp_path}/odd.py:Broken", rounds=0), tmp_path / "run", workers=0)
     assert [why.split(": ", 1)[1] for why in result.failed.values()] == [
-        "ZeroDivisionError: The update must be mended, got a broken one."
+        "ZeroDivisionError: The update must be mended, got a broken one. (odd.py, line 12)"
     ]
     assert sum(not row["failed"] for row in result.rows) == 2
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradveil.networks.watch import inputs_of, record, watch
+from gradveil.networks.watch import input_of, inputs_of, record, watch
 
 
 class Twice(nn.Module):
@@ -56,6 +56,13 @@ def test_inputs_of_holds_the_latest_pass():
         for number in (1.0, 3.0):
             network(torch.tensor([[number]]))
             assert inputs["linear"].item() == 2 * number
+
+
+def test_the_input_of_a_layer_is_what_the_layers_before_make_of_the_images():
+    network = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2))
+    network.register_forward_pre_hook(lambda _, given: (given[0] - 0.5,))
+    images = torch.rand(2, 1, 2, 2)
+    assert torch.equal(input_of(network, "2", images), network[1]((images - 0.5).flatten(1)))
 
 
 def test_hooks_are_removed_after_an_error_too():

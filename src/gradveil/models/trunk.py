@@ -118,14 +118,6 @@ class FeatureNetwork(nn.Module):
         return logits
 
 
-def features_seen(network: FeatureNetwork, images: Tensor) -> Tensor:
-    """Return what the head gets of images in [0, 1], (N, D), normalised as the network does it."""
-    inputs: list[Tensor] = []
-    with network.head.register_forward_pre_hook(lambda _, given: inputs.append(given[0])):
-        network(images)
-    return inputs[0]
-
-
 def trunk_of(network: nn.Module) -> Trunk | None:
     """Return the network's trunk, or None if it has none."""
     return next((module for module in network.modules() if isinstance(module, Trunk)), None)

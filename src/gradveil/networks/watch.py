@@ -94,6 +94,13 @@ def inputs_of(network: nn.Module, names: Iterable[str]) -> Iterator[Mapping[str,
         yield latest
 
 
+def input_of(network: nn.Module, name: str, images: Tensor) -> Tensor:
+    """Return what a named layer gets if the network sees these images in [0, 1], which it normalises itself."""
+    with inputs_of(network, [name]) as latest:
+        network(images)
+    return latest[name]
+
+
 def _before(name: str, function: Callable[[LayerCall], None]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     numbers = count()
 

@@ -17,8 +17,9 @@ from gradveil.attacks.parts.countermoves import countermove
 from gradveil.defences.clip import clip_rows
 from gradveil.defences.countermove import Countermove
 from gradveil.errors import ConfigError
-from gradveil.models.trunk import FeatureNetwork, features_seen
+from gradveil.models.trunk import FeatureNetwork
 from gradveil.networks.grads import example_gradients
+from gradveil.networks.watch import input_of
 from gradveil.threat import Observation
 from gradveil.types import Batch
 
@@ -124,7 +125,7 @@ def _features(seen: Observation, candidates: Batch) -> Tensor | None:
     if not isinstance(network, FeatureNetwork) or list(seen.updates) != ["head.weight"]:
         return None
     with torch.no_grad():
-        found: Tensor = features_seen(network, candidates.images)
+        found: Tensor = input_of(network, "head", candidates.images)
     return found
 
 

@@ -11,9 +11,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil.defences.parts.grid import in_steps, toward_zero
 from gradveil.errors import DefenceError
-from gradveil.models.trunk import FeatureNetwork, features_seen
+from gradveil.models.trunk import FeatureNetwork
 from gradveil.networks.grads import example_gradients
 from gradveil.networks.mixing import mixing_layer
+from gradveil.networks.watch import input_of
 from gradveil.secret_stream import SecretStream
 from gradveil.types import Batch, Tensors, Update
 
@@ -82,7 +83,7 @@ def head_sum(network: FeatureNetwork, batch: Batch, bound: float, grid: float) -
         raise DefenceError("The noise must be fine enough for a head of this size; lower the noise or the model.")
     fine = 2.0 ** -min(20, (52 - math.ceil(math.log2(max(2.0, len(batch) * bound)))) // 2)
     with torch.no_grad():
-        features, labels = features_seen(network, batch.images), _one_hot(batch.labels, len(head))
+        features, labels = input_of(network, "head", batch.images), _one_hot(batch.labels, len(head))
         total, clipped = torch.zeros_like(head, dtype=torch.float64), 0
         for some, wanted in zip(torch.split(features, _ROWS), torch.split(labels, _ROWS), strict=True):
             part, count = _head_part(head.double(), some.to(torch.float64, copy=True), wanted, bound, fine)
